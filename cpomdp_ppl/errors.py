@@ -1,0 +1,61 @@
+"""Errors that name the argument, the value and what was expected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class ModelError(ValueError):
+    """A CPOMDP program is broken.
+
+    Attributes:
+        faults: One sentence for each fault.
+    """
+
+    def __init__(self, model: str, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        super().__init__(f"{model} has {count}:\n" + "\n".join(f"  - {fault}" for fault in self.faults))
+
+
+class EpisodesFileError(ValueError):
+    """A file does not hold readable episodes."""
+
+
+def rejected(argument: str, value: Any, expected: str) -> ValueError:
+    """The error that says which argument is wrong, what it was and what it should be.
+
+    Args:
+        argument: The argument's name.
+        value: What the caller passed.
+        expected: What would have been accepted, as a noun phrase.
+
+    Example:
+        >>> raise rejected("num_episodes", 0, "a positive integer")
+        Traceback (most recent call last):
+        ...
+        ValueError: num_episodes: expected a positive integer, got 0
+    """
+    shown = value if isinstance(value, str) else repr(value)
+    if len(shown) > 120:
+        shown = shown[:117] + "..."
+    return ValueError(f"{argument}: expected {expected}, got {shown}")
+
+
+def require(condition: bool, argument: str, value: Any, expected: str) -> None:
+    """Raise `rejected(argument, value, expected)` unless the condition holds."""
+    if not condition:
+        raise rejected(argument, value, expected)
+
+
+def require_count(argument: str, value: Any) -> None:
+    """Raise unless `value` is a positive integer (a `bool` is not one)."""
+    require(
+        isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        argument,
+        value,
+        "a positive integer",
+    )

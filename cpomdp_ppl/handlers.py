@@ -1,0 +1,101 @@
+"""The effect handlers under which the engine runs a model's programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.distributions import MaskedDistribution
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyro.distributions.torch_distribution import TorchDistributionMixin
+    from torch import Tensor
+
+
+class Batched(Messenger):
+    """Broadcast every sample site to a batch, as plates to the left of the program's own would.
+
+    Pyro's plates also keep the books of conditional independence, which costs more than a particle
+    filter's whole step on a small batch; nobody reads those books here.
+
+    Args:
+        batch_shape: The engine's axes, for instance `[context, episode, particle]`.
+        max_plate_nesting: How many axes on the right belong to the program's own plates.
+    """
+
+    def __init__(self, batch_shape: Sequence[int], max_plate_nesting: int = 0) -> None:
+        super().__init__()
+        self.max_plate_nesting = max_plate_nesting
+        self.shape = torch.Size((*batch_shape, *[1] * max_plate_nesting))
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        shape = fn.batch_shape
+        if shape == self.shape or site_is_subsample(msg):
+            return
+        if not shape and msg["value"] is None:
+            msg["args"] = (self.shape,)  # as good as to expand, and quicker
+            return
+        for frame in msg["cond_indep_stack"]:
+            if frame.dim is not None and frame.dim < -self.max_plate_nesting:
+                raise ValueError(
+                    f"site '{msg['name']}' is inside plate '{frame.name}' at dim {frame.dim}, "
+                    f"but max_plate_nesting = {self.max_plate_nesting}"
+                )
+        msg["fn"] = fn.expand(torch.broadcast_shapes(self.shape, shape))
+
+
+class Recorded(Messenger):
+    """Keep every sample site a program visits, and name it after its time: `x` becomes `x_3`.
+
+    Args:
+        time: The suffix; None leaves names alone.
+
+    Attributes:
+        sites: The messages by the name the program gave them; `value`, `fn` and `mask` are filled in
+            once the site has run.
+    """
+
+    def __init__(self, time: int | None = None) -> None:
+        super().__init__()
+        self.time = time
+        self.sites: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if self.time is not None:
+            msg["name"] = f"{name}_{self.time}"
+        if site_is_subsample(msg):
+            return
+        if name in self.sites:
+            raise ValueError(f"two sample sites are named '{name}'")
+        self.sites[name] = msg
+
+
+def mask_of(site: Any) -> Tensor | bool:
+    """Where a site counts: its distribution's own mask and that of any `poutine.mask` around it.
+
+    Returns:
+        A boolean that broadcasts with the site's batch shape.
+    """
+    mask = _mask_of_distribution(site["fn"])
+    outer: Tensor | bool | None = site["mask"]
+    if outer is None or outer is True:
+        return mask
+    return outer if mask is True else mask & outer
+
+
+def _mask_of_distribution(fn: TorchDistributionMixin) -> Tensor | bool:
+    if isinstance(fn, MaskedDistribution):
+        inner = _mask_of_distribution(fn.base_dist)
+        mask: Tensor | bool = fn._mask
+        return mask if inner is True else inner & mask
+    reinterpreted = getattr(fn, "reinterpreted_batch_ndims", 0)
+    if reinterpreted:  # a mask below `.to_event(n)` covers the event: seen if all of it is seen
+        inner = _mask_of_distribution(fn.base_dist)
+        return inner if isinstance(inner, bool) else inner.flatten(-reinterpreted).all(-1)
+    return True

@@ -1,0 +1,183 @@
+"""The modelling language: a contextual POMDP written once, as a Pyro generative program."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor
+
+from cpomdp_ppl.check import definition_faults, program_faults
+from cpomdp_ppl.errors import ModelError, require_count
+from cpomdp_ppl.rollout import rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.policy import Decision, History, Policy
+    from cpomdp_ppl.state import State
+
+
+class CPOMDP(PyroModule):
+    """A family of POMDPs that share states and actions, told apart by a hidden context.
+
+    A context is drawn once and stays for the episode. At time t the agent is in state `s_t`, picks
+    `a_t` from what it has seen, earns `r_c(s_t, a_t)`, moves to `s_{t+1}` and sees `o_{t+1}`. The agent
+    does not see rewards.
+
+    Subclasses set the attributes below and write four programs. Programs are written as in Pyro: every
+    argument broadcasts, and the engine inserts axes for contexts, episodes and particles to the left of
+    whatever the program itself uses. A state is a tensor or a dict of tensors; contexts and actions are
+    int64 indices.
+
+    Attributes:
+        contexts: Their names, or how many there are.
+        actions: Their names, or how many there are.
+        horizon: Number of steps T of an episode.
+        context_prior: Probabilities `[C]`; None means uniform.
+        states: How many states there are, if finitely many; a state is then an index `0 … states - 1`.
+        initial_observation: Whether the agent sees something before its first action; `observation` is
+            then also called with `action=None`.
+        max_plate_nesting: How many axes the programs' own plates take.
+
+    Example:
+        >>> class Coin(CPOMDP):
+        ...     contexts, actions, horizon = ("fair", "loaded"), ("flip", "call fair", "call loaded"), 5
+        ...     def initial(self, context):
+        ...         return torch.zeros(())
+        ...     def transition(self, state, action, context):
+        ...         return state
+        ...     def observation(self, state, action, context):
+        ...         heads = torch.where(context == 0, 0.5, 0.9)
+        ...         pyro.sample("heads", dist.Bernoulli(heads).mask(action == 0))
+        ...     def reward(self, state, action, context):
+        ...         return torch.where(action == 0, 0.0, torch.where(action == context + 1, 1.0, -1.0))
+        >>> Coin().check()
+    """
+
+    contexts: Sequence[str] | int
+    actions: Sequence[str] | int
+    horizon: int
+    context_prior: Sequence[float] | Tensor | None = None
+    states: int | None = None
+    initial_observation: bool = False
+    max_plate_nesting: int = 0
+
+    @abstractmethod
+    def initial(self, context: Tensor) -> State:
+        """Sample the first state."""
+
+    @abstractmethod
+    def transition(self, state: Any, action: Tensor, context: Tensor) -> State:
+        """Sample the next state. It may be any function of the program's sample sites."""
+
+    @abstractmethod
+    def observation(self, state: Any, action: Any, context: Tensor) -> None:
+        """Sample what is seen in `state` after `action`: every sample site is an observation.
+
+        A masked-out site was not observed. A mask may depend on the action and on other sites of this
+        program, but not on the hidden state or context: if whether something is seen depends on those,
+        it is itself an observation, so make it a site (`detected`) and its value the mask.
+        """
+
+    @abstractmethod
+    def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+        """The reward of taking `action` in `state`: a function, without sample sites."""
+
+    @property
+    def num_contexts(self) -> int:
+        """Number of contexts C."""
+        return self.contexts if isinstance(self.contexts, int) else len(self.contexts)
+
+    @property
+    def num_actions(self) -> int:
+        """Number of actions."""
+        return self.actions if isinstance(self.actions, int) else len(self.actions)
+
+    @property
+    def context_names(self) -> tuple[str, ...]:
+        """Name of every context."""
+        return _names(self.contexts)
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """Name of every action."""
+        return _names(self.actions)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's constants live."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.get_default_device()
+
+    def prior(self) -> Tensor:
+        """Prior probabilities of the contexts, `[C]`."""
+        if self.context_prior is None:
+            return torch.full((self.num_contexts,), 1.0 / self.num_contexts, device=self.device)
+        return torch.as_tensor(self.context_prior, dtype=torch.get_default_dtype(), device=self.device)
+
+    def forward(
+        self, policy: Policy | Callable[[History], Decision], num_episodes: int | None = None
+    ) -> Episodes:
+        """The whole episode as one Pyro program.
+
+        Sites are named after their time: `context`, `x_0`, `a_0`, `z_1`, `x_1`, … for a model whose
+        programs sample `x` and `z`. Trace it, condition it, render it, or hand it to any Pyro inference.
+        To merely draw episodes, `simulate` is faster and takes a seed.
+
+        Args:
+            policy: Who acts.
+            num_episodes: None for a single episode; otherwise an `episodes` plate of this size.
+
+        Returns:
+            The episodes drawn (one, if `num_episodes` is None).
+
+        Example:
+            >>> import pyro.poutine as poutine
+            >>> from cpomdp_ppl import RandomPolicy
+            >>> from cpomdp_ppl.models import LightDark
+            >>> model = LightDark(horizon=2)
+            >>> dark_right = pyro.condition(model, {"context": torch.tensor(1)})
+            >>> trace = poutine.trace(dark_right).get_trace(RandomPolicy(model.num_actions))
+            >>> trace.nodes["x_0"]["value"].shape
+            torch.Size([])
+        """
+        self.require_definition()
+        prior = self.prior()
+        if num_episodes is None:
+            context = pyro.sample("context", dist.Categorical(prior))
+            return rollout(self, policy, context, prior)
+        require_count("num_episodes", num_episodes)
+        with pyro.plate("episodes", num_episodes, dim=-1 - self.max_plate_nesting):
+            context = pyro.sample("context", dist.Categorical(prior))
+            plated = (num_episodes, *[1] * self.max_plate_nesting)
+            return rollout(self, policy, context.expand(plated).reshape(num_episodes), prior)
+
+    def require_definition(self) -> None:
+        """Raise a `ModelError` unless attributes and methods are all there and make sense."""
+        faults = definition_faults(self)
+        if faults:
+            raise ModelError(type(self).__name__, faults)
+
+    def check(self) -> None:
+        """Find out what is wrong with the programs before anything long runs.
+
+        Runs every program on small batches, for every context and action, with validation on.
+
+        Raises:
+            ModelError: With one sentence for every fault found.
+        """
+        self.require_definition()
+        faults = program_faults(self)
+        if faults:
+            raise ModelError(type(self).__name__, faults)
+
+
+def _names(names: Sequence[str] | int) -> tuple[str, ...]:
+    return tuple(map(str, range(names))) if isinstance(names, int) else tuple(names)

@@ -1,0 +1,8 @@
+"""Ready-made CPOMDPs."""
+
+from cpomdp_ppl.models.beacons import Beacons
+from cpomdp_ppl.models.contextual_tiger import ContextualTiger
+from cpomdp_ppl.models.light_dark import LightDark
+from cpomdp_ppl.models.line_grid import LineGrid
+
+__all__ = ["Beacons", "ContextualTiger", "LightDark", "LineGrid"]

@@ -1,0 +1,82 @@
+"""The paper's 1-D Light–Dark environment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyro
+import pyro.distributions as dist
+
+from cpomdp_ppl.model import CPOMDP
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEFT, RIGHT, OBSERVE = range(3)
+
+
+class LightDark(CPOMDP):
+    """A robot on a line, one half of it lit: which one is the context, and tells where the reward is.
+
+    In context 0 it is light, and position is seen well, right of the origin; beyond `goal` each step
+    earns 1, and left of the origin it costs 1. Context 1 is the mirror image. Position is seen only by
+    choosing to `observe`, which takes a step but moves nothing.
+
+    Args:
+        horizon: Number of steps T.
+        step: How far a move goes, s.
+        process_variance: σ_p² of a move.
+        light_variance: σ_L² of an observation in the light.
+        dark_variance: σ_D² of an observation in the dark.
+        initial_variance: σ_u² of the first position.
+        goal: How far into the light the reward begins.
+    """
+
+    contexts = ("light right", "light left")
+    actions = ("left", "right", "observe")
+
+    def __init__(
+        self,
+        horizon: int = 20,
+        *,
+        step: float = 1.0,
+        process_variance: float = 0.1,
+        light_variance: float = 1.0,
+        dark_variance: float = 8.0,
+        initial_variance: float = 0.09,
+        goal: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.horizon = horizon
+        self.step = step
+        self.process_variance = process_variance
+        self.light_variance = light_variance
+        self.dark_variance = dark_variance
+        self.initial_variance = initial_variance
+        self.goal = goal
+
+    def initial(self, context: Tensor) -> Tensor:
+        """Near the origin, whatever the context."""
+        return pyro.sample("x", dist.Normal(0.0, self.initial_variance**0.5))
+
+    def transition(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
+        """Moves are noisy; to observe is to stay exactly."""
+        noise = pyro.sample("noise", dist.Normal(0.0, self.process_variance**0.5))
+        move = (action == RIGHT).float() - (action == LEFT).float()  # −1, 0 or 1
+        return state + move * self.step + move.abs() * noise
+
+    def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
+        """Position, seen well in the light and badly in the dark."""
+        lit = (into_the_light(state, context) > 0).float()
+        variance = lit * self.light_variance + (1 - lit) * self.dark_variance
+        pyro.sample("z", dist.Normal(state, variance.sqrt()).mask(action == OBSERVE))
+
+    def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
+        """+1 deep in the light, −1 in the dark."""
+        depth = into_the_light(state, context)
+        return (depth > self.goal).float() - (depth < 0).float()
+
+
+def into_the_light(state: Tensor, context: Tensor) -> Tensor:
+    """How far the robot is on the lit side of the origin."""
+    return (1 - 2 * context) * state

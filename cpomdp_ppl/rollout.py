@@ -1,0 +1,135 @@
+"""The episode itself: the one loop over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.episodes import Episodes, filled
+from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.handlers import Recorded, mask_of
+from cpomdp_ppl.policy import Decision, History, Percept, Policy, as_policy
+from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.state import map_state, stack_in_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Signature
+
+
+def rollout(
+    model: CPOMDP, policy: Policy | Callable[[History], Decision], context: Tensor, prior: Tensor
+) -> Episodes:
+    """Play episodes from the first state to the horizon.
+
+    Whoever calls this decides how sites are broadcast to the episodes (a plate, or `Batched`), who
+    watches, and where random numbers come from.
+
+    Args:
+        model: The CPOMDP.
+        policy: Who acts.
+        context: The true contexts, `[B]`, or a scalar for a single episode without an episode axis.
+        prior: What the agent believes beforehand, `[C]` or `[B, C]`.
+    """
+    policy = as_policy(policy)
+    sig = read_signature(model)
+    S = context.shape  # the engine's axes: [B] or []
+    own = (1,) * model.max_plate_nesting
+    c = context.reshape(S + own)
+    B = S[0] if S else 1
+
+    with Recorded(0):
+        state = sig.broadcast(model.initial(c), S)
+    percept = _blind(sig, B, context.device)
+    if model.initial_observation:
+        with Recorded(0) as seen:
+            model.observation(state, None, c)
+        percept = _percept(sig, seen, None, B)
+
+    history = History((percept,))
+    memory = policy.start(prior.expand(B, model.num_contexts))
+    states, rewards = [state], []
+    for t in range(model.horizon):
+        decision, memory = policy.act(history, memory)
+        a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, own))
+        rewards.append(model.reward(state, a, c).expand(S + own).reshape(B))
+        with Recorded(t + 1):
+            state = sig.broadcast(model.transition(state, a, c), S)
+        with Recorded(t + 1) as seen:
+            model.observation(state, a, c)
+        states.append(state)
+        history = history.extended(_percept(sig, seen, a.expand(S + own).reshape(B), B))
+
+    return Episodes(
+        actions=history.actions,
+        observations={site: values[:, 1:] for site, values in history.observations.items()},
+        observed={site: flags[:, 1:] for site, flags in history.observed.items()},
+        contexts=context.reshape(B),
+        states=map_state(
+            lambda leaf, values: values.reshape(B, -1, *leaf.shape), sig.state, stack_in_time(states, len(S))
+        ),
+        rewards=stack_in_time(rewards, 1),
+        initial_observations=percept.observations if model.initial_observation else None,
+        initially_observed=percept.observed if model.initial_observation else None,
+        zeroed=True,
+    )
+
+
+def _blind(sig: Signature, B: int, device: torch.device) -> Percept:
+    """What the agent has seen before it has seen anything."""
+    return Percept(
+        action=None,
+        observations={
+            name: torch.zeros((B, *site.shape), dtype=site.dtype, device=device)
+            for name, site in sig.observations.items()
+        },
+        observed={
+            name: torch.zeros((B, *site.plates), dtype=torch.bool, device=device)
+            for name, site in sig.observations.items()
+        },
+    )
+
+
+def _percept(sig: Signature, seen: Recorded, action: Tensor | None, B: int) -> Percept:
+    observations, observed = {}, {}
+    for name, spec in sig.observations.items():
+        site = seen.sites[name]
+        mask = mask_of(site)
+        value = site["value"].reshape(B, *spec.shape)
+        flags = torch.as_tensor(mask, device=value.device).expand(_batch_shape(site)).reshape(B, *spec.plates)
+        observations[name] = filled(value, flags)
+        observed[name] = flags
+    return Percept(action, observations, observed)
+
+
+def _batch_shape(site: Any) -> torch.Size:
+    """The site's batch shape as drawn; `Batched` may have left the distribution itself unexpanded."""
+    value = site["value"]
+    return value.shape[: value.dim() - site["fn"].event_dim]  # type: ignore[no-any-return]
+
+
+def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple[int, ...]) -> Any:
+    """A decision as the distribution of the action site, with the engine's axes."""
+    B = S[0] if S else 1
+    if not isinstance(decision, dist.Categorical | Tensor):
+        raise rejected("policy", decision, "actions [B] or a Categorical over them")
+    if isinstance(decision, Tensor):
+        if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
+            found = f"{decision.dtype} of shape {list(decision.shape)}"
+            raise rejected("policy", found, f"int64 actions of shape [{B}]")
+        lowest, highest = (int(extreme) for extreme in decision.aminmax())
+        if lowest < 0 or highest >= num_actions:
+            raise rejected("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
+        return dist.Delta(decision.long().reshape(S + own))
+    logits: Tensor = decision.logits
+    if logits.shape != (B, num_actions):
+        raise rejected("policy", f"logits of shape {list(logits.shape)}", f"shape [{B}, {num_actions}]")
+    if S + own == (B,):
+        return decision
+    return dist.Categorical(logits=logits.reshape(S + own + (num_actions,)))

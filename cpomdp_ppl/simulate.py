@@ -1,0 +1,116 @@
+"""Drawing episodes in batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import ModelError, require, require_count
+from cpomdp_ppl.handlers import Batched
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.rollout import rollout
+from cpomdp_ppl.state import leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Decision, History, Policy
+
+
+def simulate(
+    model: CPOMDP,
+    policy: Policy | Callable[[History], Decision],
+    num_episodes: int,
+    *,
+    contexts: int | Sequence[int] | Tensor | str | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    seed: int | None = None,
+) -> Episodes:
+    """Draw episodes, all at once; the only loop is over time.
+
+    Args:
+        model: The CPOMDP.
+        policy: Who acts: a `Policy`, or a function from a `History` to actions.
+        num_episodes: How many episodes B.
+        contexts: The true contexts: one for all, one for each episode `[B]`, or `"balanced"` for each
+            context equally often (as far as B allows). Left out, they are drawn from the prior.
+        prior: Prior over contexts, `[C]`, or one for each episode `[B, C]`; the model's if left out.
+        seed: The same seed gives the same episodes; left out, fresh entropy is taken. The caller's
+            random number generators, param store and validation flag stay as they were.
+
+    Returns:
+        The episodes, with everything about them known.
+
+    Raises:
+        ValueError: On arguments that make no sense, or a policy that returns impossible actions.
+        ModelError: If the model is incomplete, or produced something that is not finite.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> simulate(model, RandomPolicy(model.num_actions), 1000, contexts="balanced", seed=0)
+        Episodes(B=1000, T=20, sites=['z'], known=['contexts', 'states', 'rewards', 'returns'], device='cpu')
+    """
+    model.require_definition()
+    require_count("num_episodes", num_episodes)
+    p = model.prior() if prior is None else as_prior(prior, model, num_episodes)
+    with isolated(seed), torch.no_grad(), Batched((num_episodes,), model.max_plate_nesting):
+        c = _contexts(contexts, p, model, num_episodes)
+        episodes = rollout(model, policy, c, p)
+    _require_finite(model, episodes)
+    return episodes
+
+
+def as_prior(prior: Sequence[float] | Tensor, model: CPOMDP, num_episodes: int) -> Tensor:
+    """Check a prior over contexts, `[C]` or `[B, C]`, and return it as a tensor."""
+    p = torch.as_tensor(prior, dtype=torch.get_default_dtype(), device=model.device)
+    C = model.num_contexts
+    require(
+        p.shape in ((C,), (num_episodes, C)), "prior", list(p.shape), f"shape [{C}] or [{num_episodes}, {C}]"
+    )
+    proper = bool((p >= 0).all()) and bool(torch.isclose(p.sum(-1), p.new_ones(()), atol=1e-5).all())
+    require(proper, "prior", p.tolist(), "non-negative probabilities that sum to 1")
+    return p
+
+
+def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
+    C = model.num_contexts
+    if contexts is None:
+        # By inverting the distribution function; `multinomial` is many times slower.
+        u = torch.rand(B, *[1] * (prior.dim() - 1), device=model.device)
+        return torch.searchsorted(prior.cumsum(-1), u).clamp(max=C - 1).reshape(B)
+    if isinstance(contexts, str):
+        require(contexts == "balanced", "contexts", contexts, 'indices, "balanced" or None')
+        return torch.arange(B, device=model.device) % C
+    c = torch.as_tensor(contexts, device=model.device)
+    integral = not c.is_floating_point() and c.dtype != torch.bool
+    require(integral, "contexts", c.dtype, "integer indices")
+    require(c.shape in ((), (B,)), "contexts", list(c.shape), f"a single index or shape [{B}]")
+    low, high = (int(extreme) for extreme in c.aminmax())
+    require(low >= 0 and high < C, "contexts", f"indices from {low} to {high}", f"indices 0 to {C - 1}")
+    return c.long().expand(B)
+
+
+def _require_finite(model: CPOMDP, episodes: Episodes) -> None:
+    """A program that left the reals must not pass for data."""
+    produced: list[tuple[str, str, Any]] = [("reward", "the reward", episodes.rewards)]
+    produced += [("transition", f"'{name}'", leaf) for name, leaf in leaves(episodes.states)]
+    produced += [("observation", f"site '{site}'", values) for site, values in episodes.observations.items()]
+    faults = []
+    for method, what, values in produced:
+        if values.is_floating_point() and not bool(torch.isfinite(values.sum())):
+            if bool(torch.isfinite(values).all()):  # the sum itself overflowed
+                continue
+            b, t = (~torch.isfinite(values)).nonzero()[0, :2].tolist()
+            context = model.context_names[int(episodes.contexts[b])]  # type: ignore[index]
+            faults.append(
+                f"{method}: {what} is {values[b, t].flatten()[0]} at time {t} of episode {b} "
+                f"in context '{context}'; it must be finite"
+            )
+    if faults:
+        raise ModelError(type(model).__name__, faults)

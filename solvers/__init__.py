@@ -1,0 +1,1 @@
+"""Solvers: policies learned from a CPOMDP."""
