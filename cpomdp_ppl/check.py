@@ -185,12 +185,12 @@ def _try(model: CPOMDP, call: Call, words: str, report: Report) -> tuple[Any, di
     if _attributes(model) != before:
         changed = sorted({name for name, *_ in _attributes(model) ^ before})
         report(call.program, "self", f"changes the model itself ({', '.join(changed)}) while it runs")
-    for name, site in sites.items():
-        _check_site(model, call.program, name, site, words, report)
+    sound = [_check_site(model, call.program, name, site, words, report) for name, site in sites.items()]
     if call.program != "observation" and result is None:
         report(call.program, "None", f"returns None{words}; is a return missing?")
         return None
-    _check_cells(model, call, result, sites, words, report)
+    if all(sound):
+        _check_cells(model, call, result, sites, words, report)
     return result, sites
 
 
@@ -216,19 +216,20 @@ def _report_exception(model: CPOMDP, call: Call, error: Exception, words: str, r
         report(call.program, "raises", f"raises{which}{words} {what}")
 
 
-def _check_site(model: CPOMDP, program: str, name: str, site: Any, words: str, report: Report) -> None:
+def _check_site(model: CPOMDP, program: str, name: str, site: Any, words: str, report: Report) -> bool:
+    """Whether a site's value and density make sense."""
     if site_is_factor(site) or site["is_observed"]:
         report(program, f"obs {name}", f"site '{name}' is already observed; leave out `obs` and `factor`")
-        return
+        return False
     value, fn = site["value"], site["fn"]
     where = _first_context(model, ~fn.support.check(value))
     if where is not None:
         report(program, f"support {name}", f"site '{name}' samples outside its own support{where}{words}")
-        return
-    log_prob = fn.log_prob(value)
-    where = _first_context(model, log_prob.isnan())
+        return False
+    where = _first_context(model, fn.log_prob(value).isnan())
     if where is not None:
         report(program, f"density {name}", f"the density of site '{name}' is NaN{where}{words}")
+    return where is None
 
 
 def _check_cells(
@@ -388,7 +389,8 @@ def _check_masks(model: CPOMDP, call: Call, sites: dict[str, Any], words: str, r
     for name, site in again.items():
         mask = mask_of(site)
         if isinstance(mask, Tensor):
-            mask = mask.expand(torch.broadcast_shapes(mask.shape, call.shape))
+            full = (*call.shape, *[1] * model.max_plate_nesting)
+            mask = mask.expand(torch.broadcast_shapes(mask.shape, full))
             if not bool((mask == mask[:1, :, :1]).all()):
                 report(
                     "observation",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
@@ -316,18 +314,10 @@ class Episodes:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a plain `.npz` file, all of it or nothing.
-
-        Example:
-            >>> episodes.save("episodes.npz")  # doctest: +SKIP
-        """
+        """Write a plain `.npz` file, all of it or nothing."""
         arrays = {"format": np.array(FORMAT)}
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                for name, tensor in leaves(value, ""):
-                    key = f"{field.name}.{name}" if isinstance(value, Mapping) else field.name
-                    arrays[key] = tensor.detach().cpu().numpy()
+            arrays |= _entries(field.name, getattr(self, field.name))
         path = Path(path)
         temporary = NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False)  # noqa: SIM115
         try:
@@ -349,32 +339,43 @@ class Episodes:
             EpisodesFileError: If the file is corrupt, or holds something else.
         """
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise
-        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-            raise EpisodesFileError(
-                f"{path}: expected an .npz file of episodes, could not read it: {error}"
-            ) from error
+        except Exception as error:  # NumPy and zipfile raise a dozen kinds on a damaged file
+            raise EpisodesFileError(f"{path}: expected an .npz file of episodes, but {error}") from error
         found = arrays.pop("format", None)
         if found is None or str(found) != FORMAT:
             raise EpisodesFileError(f"{path}: expected format '{FORMAT}', found '{found}'")
-        known = {field.name for field in fields(Episodes)}
-        values: dict[str, Any] = {"observations": {}, "observed": {}}
         try:
-            for key, array in arrays.items():
-                name, *place = key.split(".")
-                require(name in known, "entry", key, f"one of {sorted(known)}")
-                target = values
-                for part in [name, *place][:-1]:
-                    target = target.setdefault(part, {})
-                target[[name, *place][-1]] = torch.from_numpy(
-                    np.ascontiguousarray(array).reshape(array.shape)
-                )
-            return Episodes(**values)
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+            return Episodes(**_from_entries(arrays))
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise EpisodesFileError(f"{path}: {error}") from error
+
+
+def _entries(name: str, value: Any) -> dict[str, Any]:
+    """A tensor, or a tree of them, as arrays named `name/part/…`."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        parts = (_entries(f"{name}/{key}", part) for key, part in value.items())
+        return {key: array for part in parts for key, array in part.items()}
+    return {name: value.detach().cpu().numpy()}
+
+
+def _from_entries(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `_entries` for the fields of `Episodes`."""
+    known = {field.name for field in fields(Episodes)}
+    values: dict[str, Any] = {"observations": {}, "observed": {}}
+    for name, array in arrays.items():
+        *branches, leaf = name.split("/")
+        require((branches or [leaf])[0] in known, "entry", name, f"one of {sorted(known)}")
+        target = values
+        for branch in branches:
+            target = target.setdefault(branch, {})
+        target[leaf] = torch.from_numpy(array)
+    return values
 
 
 def _right(flags: Tensor, like: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class Batched(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         fn = msg["fn"]
-        shape = fn.batch_shape
-        if shape == self.shape or site_is_subsample(msg):
+        shape = getattr(fn, "batch_shape", self.shape)  # a plate's own message has none
+        if shape == self.shape:
             return
         if not shape and msg["value"] is None:
             msg["args"] = (self.shape,)  # as good as to expand, and quicker

@@ -152,7 +152,7 @@ class CPOMDP(PyroModule):
         prior = self.prior()
         if num_episodes is None:
             context = pyro.sample("context", dist.Categorical(prior))
-            return rollout(self, policy, context, prior)
+            return rollout(self, policy, context.reshape(()), prior)
         require_count("num_episodes", num_episodes)
         with pyro.plate("episodes", num_episodes, dim=-1 - self.max_plate_nesting):
             context = pyro.sample("context", dist.Categorical(prior))

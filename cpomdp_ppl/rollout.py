@@ -117,19 +117,19 @@ def _batch_shape(site: Any) -> torch.Size:
 def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple[int, ...]) -> Any:
     """A decision as the distribution of the action site, with the engine's axes."""
     B = S[0] if S else 1
-    if not isinstance(decision, dist.Categorical | Tensor):
+    if isinstance(decision, dist.Categorical):
+        logits: Tensor = decision.logits
+        if logits.shape != (B, num_actions):
+            raise rejected("policy", f"logits of shape {list(logits.shape)}", f"shape [{B}, {num_actions}]")
+        if S + own == (B,):
+            return decision
+        return dist.Categorical(logits=logits.reshape(S + own + (num_actions,)))
+    if not isinstance(decision, Tensor):
         raise rejected("policy", decision, "actions [B] or a Categorical over them")
-    if isinstance(decision, Tensor):
-        if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
-            found = f"{decision.dtype} of shape {list(decision.shape)}"
-            raise rejected("policy", found, f"int64 actions of shape [{B}]")
-        lowest, highest = (int(extreme) for extreme in decision.aminmax())
-        if lowest < 0 or highest >= num_actions:
-            raise rejected("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
-        return dist.Delta(decision.long().reshape(S + own))
-    logits: Tensor = decision.logits
-    if logits.shape != (B, num_actions):
-        raise rejected("policy", f"logits of shape {list(logits.shape)}", f"shape [{B}, {num_actions}]")
-    if S + own == (B,):
-        return decision
-    return dist.Categorical(logits=logits.reshape(S + own + (num_actions,)))
+    if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
+        found = f"{decision.dtype} of shape {list(decision.size())}"
+        raise rejected("policy", found, f"int64 actions of shape [{B}]")
+    lowest, highest = (int(extreme) for extreme in decision.aminmax())
+    if lowest < 0 or highest >= num_actions:
+        raise rejected("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
+    return dist.Delta(decision.long().reshape(S + own))

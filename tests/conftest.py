@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
+
+MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons)}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> CPOMDP:
+    """Each of the four models that come with the package."""
+    return MODELS[request.param]()
+
+
+def fixed_actions(*sequence: int):
+    """A policy that plays a fixed sequence of actions, whatever it sees."""
+
+    def play(history):
+        B = next(iter(history.latest.observed.values())).shape[0]
+        return torch.full((B,), sequence[history.time])
+
+    return play
+
+
+def assert_mean(
+    samples: torch.Tensor, expected: float, what: str, limit: float = 4.5, sd: float | None = None
+) -> None:
+    """The mean of independent samples `[n]` is `expected`, within `limit` standard errors.
+
+    The standard error is estimated from the samples unless their true standard deviation `sd` is given.
+    """
+    samples = samples.double()
+    error = (samples.std() if sd is None else torch.tensor(sd)) / len(samples) ** 0.5
+    z = (samples.mean() - expected) / error.clamp(min=1e-12)
+    assert abs(z) < limit, f"{what}: mean {samples.mean():.4f}, expected {expected:.4f}, z = {z:.1f}"
+
+
+def assert_variance(samples: torch.Tensor, expected: float, what: str, limit: float = 4.5) -> None:
+    """The variance of independent samples `[n]` is `expected`, within `limit` standard errors."""
+    samples = samples.double()
+    deviations = (samples - samples.mean()) ** 2
+    assert_mean(deviations, expected, f"{what} (variance)", limit)

@@ -1,0 +1,77 @@
+"""Small models for tests: each uses one feature of the language."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroParam
+from torch.distributions import constraints
+
+from cpomdp_ppl import CPOMDP
+
+
+class Walk(CPOMDP):
+    """The plainest continuous model: a random walk, always seen."""
+
+    contexts = 2
+    actions = 2
+    horizon = 3
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state + action, 1.0 + context))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 1.0))
+
+    def reward(self, state, action, context):
+        return state * context
+
+
+class Plates(Walk):
+    """A program with plates of its own: three sensors, and a robot with two legs."""
+
+    max_plate_nesting = 1
+
+    def initial(self, context):
+        with pyro.plate("legs", 2):
+            return pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def transition(self, state, action, context):
+        with pyro.plate("legs", 2):
+            return pyro.sample("x", dist.Normal(state + action, 1.0))
+
+    def observation(self, state, action, context):
+        with pyro.plate("sensors", 3):
+            mean = state.sum(-1, keepdim=True)
+            working = torch.tensor([True, False, True])
+            pyro.sample("z", dist.Normal(mean, 1.0).mask(working))
+        pyro.sample("battery", dist.Normal(1.0, 0.1))
+
+    def reward(self, state, action, context):
+        return state.sum(-1, keepdim=True)
+
+
+class EyesOpen(Walk):
+    """Sees something before it acts, and with two kinds of mask."""
+
+    initial_observation = True
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 1.0))
+        with pyro.poutine.mask(mask=torch.tensor(False) if action is None else action == 1):
+            pyro.sample("w", dist.Normal(state, 1.0).expand_by([]).mask(torch.tensor(True)))
+
+
+class Learnable(Walk):
+    """Constants that can be learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.drift = PyroParam(torch.tensor(0.5), constraints.positive)
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state + self.drift * action, 1.0))

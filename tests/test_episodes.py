@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
+from cpomdp_ppl.models import Beacons, LightDark
+from cpomdp_ppl.state import leaves, map_state
+from tests.programs import EyesOpen, Plates
+
+NAN = float("nan")
+
+
+def equal(one: Episodes, two: Episodes) -> bool:
+    for field in fields(Episodes):
+        a, b = getattr(one, field.name), getattr(two, field.name)
+        if (a is None) != (b is None):
+            return False
+        if a is not None and not all(
+            x.dtype == y.dtype and torch.equal(x, y)
+            for (_, x), (_, y) in zip(leaves(a), leaves(b), strict=True)
+        ):
+            return False
+    return True
+
+
+def drawn(model, B=6, seed=0):
+    return simulate(model, RandomPolicy(model.num_actions), B, seed=seed)
+
+
+def test_steps_past_the_length_count_for_nothing(model):
+    """Whatever is written past the length, or where nothing was observed, the episodes are the same."""
+    episodes = drawn(model)
+    lengths = torch.tensor([1, 2, 3, 4, 5, episodes.horizon])
+    cut = episodes.truncated(lengths)
+    garbage = torch.Generator().manual_seed(0)
+
+    def scribble(tensor, keep):
+        keep = keep.reshape(keep.shape + (1,) * (tensor.dim() - keep.dim()))
+        noise = torch.randint(-9, 9, tensor.shape, generator=garbage).to(tensor.dtype)
+        if tensor.is_floating_point():
+            noise = torch.where(noise > 5, torch.full_like(noise, NAN), noise)
+        return torch.where(keep, tensor, noise)
+
+    taken = torch.arange(episodes.horizon) < lengths[:, None]
+    reached = torch.arange(episodes.horizon + 1) <= lengths[:, None]
+    scribbled = Episodes(
+        actions=scribble(episodes.actions, taken),
+        observations={
+            site: scribble(values, taken & cut.observed[site])
+            for site, values in episodes.observations.items()
+        },
+        observed={site: torch.where(taken, seen, True) for site, seen in episodes.observed.items()},
+        lengths=lengths,
+        contexts=episodes.contexts,
+        states=map_state(lambda leaf: scribble(leaf, reached), episodes.states),
+        rewards=scribble(episodes.rewards, taken),
+    )
+    assert equal(scribbled, cut)
+    for b, n in enumerate(lengths.tolist()):
+        torch.testing.assert_close(cut.returns[b], episodes.rewards[b, :n].sum())
+
+
+def test_indexing(model):
+    episodes = drawn(model)
+    assert len(episodes) == 6
+    assert equal(episodes[2], episodes[2:3])
+    assert equal(episodes[-1], episodes[[5]])
+    assert equal(episodes[episodes.contexts == 0], episodes[(episodes.contexts == 0).nonzero()[:, 0]])
+    assert [len(one) for one in episodes] == [1] * 6
+    with pytest.raises(IndexError, match="episode 6 out of 6"):
+        episodes[6]
+
+
+def test_concatenation_undoes_slicing(model):
+    episodes = drawn(model)
+    assert equal(Episodes.concatenate([episodes[:2], episodes[2:]]), episodes)
+
+
+def test_concatenation_pads_and_keeps_what_is_known_of_all():
+    long, short = drawn(LightDark(horizon=5)), drawn(LightDark(horizon=3))
+    both = Episodes.concatenate([long, short])
+    assert both.horizon == 5
+    assert both.lengths.tolist() == [5] * 6 + [3] * 6
+    assert torch.equal(both.returns, torch.cat([long.returns, short.returns]))
+    unknown = Episodes(short.actions, short.observations, short.observed)
+    mixed = Episodes.concatenate([long, unknown])
+    assert mixed.contexts is None
+    assert mixed.returns is None
+    with pytest.raises(ValueError, match="parts: expected at least one batch"):
+        Episodes.concatenate([])
+    with pytest.raises(ValueError, match=r"parts: expected sites \['z'\]"):
+        Episodes.concatenate([long, drawn(Beacons())])
+
+
+@pytest.mark.parametrize("make", [LightDark, Beacons, Plates, EyesOpen])
+def test_saving_and_loading(make, tmp_path):
+    episodes = drawn(make()).truncated(torch.tensor([1, 2, 3, 3, 2, 1]))
+    episodes.save(tmp_path / "episodes.npz")
+    assert equal(Episodes.load(tmp_path / "episodes.npz"), episodes)
+    assert os.listdir(tmp_path) == ["episodes.npz"]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    episodes = drawn(LightDark())
+    episodes.save(tmp_path / "episodes.npz")
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="No space"):
+        drawn(LightDark(), seed=1).save(tmp_path / "episodes.npz")
+    assert os.listdir(tmp_path) == ["episodes.npz"]
+    assert equal(Episodes.load(tmp_path / "episodes.npz"), episodes)
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Episodes.load(tmp_path / "none.npz")
+
+
+def test_no_file_runs_code(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "exploded"),))
+
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Bomb()], dtype=object), allow_pickle=True)
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w") as archive:
+        archive.writestr("format.npy", buffer.getvalue())
+    (tmp_path / "plain.npz").write_bytes(pickle.dumps(Bomb()))
+    for name in ("bomb.npz", "plain.npz"):
+        with pytest.raises(EpisodesFileError):
+            Episodes.load(tmp_path / name)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_corrupt_files_are_refused(tmp_path):
+    """Cut off anywhere, or with bytes changed anywhere, a file loads as it was or not at all."""
+    path = tmp_path / "episodes.npz"
+    episodes = drawn(LightDark(horizon=3), B=3)
+    episodes.save(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(EpisodesFileError):
+            Episodes.load(path)
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for place in random.integers(len(whole), size=3):
+            damaged[place] ^= int(random.integers(1, 256))
+        path.write_bytes(bytes(damaged))
+        try:
+            loaded = Episodes.load(path)
+        except EpisodesFileError:
+            continue
+        assert equal(loaded, episodes)  # the damage was to padding
+
+
+FOREIGN = [
+    (dict(a=np.zeros(3)), "expected format"),
+    (dict(format=np.array("something else")), "found 'something else'"),
+    (dict(format=np.array("cpomdp_ppl.Episodes 1")), "actions"),
+    (dict(format=np.array("cpomdp_ppl.Episodes 1"), actions=np.zeros((2, 3), int), evil=np.zeros(3)), "evil"),
+    (
+        dict(
+            format=np.array("cpomdp_ppl.Episodes 1"), actions=np.zeros((2, 3), int), lengths=np.array([9, 1])
+        ),
+        "lengths",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arrays", "message"), FOREIGN)
+def test_foreign_files_are_refused(arrays, message, tmp_path):
+    np.savez(tmp_path / "foreign.npz", **arrays)
+    with pytest.raises(EpisodesFileError, match=message):
+        Episodes.load(tmp_path / "foreign.npz")
+
+
+def test_recorded_data_round_trip(model):
+    """What was simulated, handed over as plain arrays, comes back the same."""
+    episodes = drawn(model)
+    again = Episodes.from_arrays(
+        model,
+        episodes.actions.numpy(),
+        {site: values.numpy() for site, values in episodes.observations.items()},
+        observed={site: seen.numpy() for site, seen in episodes.observed.items()},
+        contexts=episodes.contexts.numpy(),
+        states=map_state(lambda leaf: leaf.numpy(), episodes.states),
+        rewards=episodes.rewards.numpy(),
+    )
+    assert equal(again, episodes)
+
+
+def test_names_and_nans_are_understood():
+    episodes = Episodes.from_arrays(
+        LightDark(),
+        [["left", "observe", "right"], ["observe", "observe", "left"]],
+        {"z": [[NAN, 0.5, NAN], [1.0, NAN, 7.0]]},
+        lengths=[3, 2],
+        contexts=["light left", "light right"],
+        returns=[1.0, -2.0],
+    )
+    assert episodes.actions.tolist() == [[0, 2, 1], [2, 2, 0]]
+    assert episodes.observed["z"].tolist() == [[False, True, False], [True, False, False]]
+    assert episodes.observations["z"].tolist() == [[0, 0.5, 0], [1.0, 0, 0]]
+    assert episodes.contexts.tolist() == [1, 0]
+    assert episodes.returns.tolist() == [1.0, -2.0]
+
+
+def test_recorded_data_with_plates_and_initial_observations():
+    plates = Episodes.from_arrays(
+        Plates(), [[0, 1]], {"z": [[[1.0, NAN, 2.0], [NAN, 1.0, 3.0]]], "battery": [[0.9, 0.8]]}
+    )
+    assert plates.observations["battery"].shape == (1, 2, 1)
+    assert plates.observed["z"].tolist() == [[[True, False, True], [False, True, True]]]
+    eyes = Episodes.from_arrays(
+        EyesOpen(),
+        [[0, 1]],
+        {"z": [[1.0, 2.0]], "w": [[NAN, 1.0]]},
+        initial_observations={"z": [0.5], "w": [NAN]},
+    )
+    assert eyes.initial_observations["z"].tolist() == [0.5]
+    assert eyes.initially_observed["w"].tolist() == [False]
+    with pytest.raises(ValueError, match="initial_observations: expected observations at time 0"):
+        Episodes.from_arrays(EyesOpen(), [[0, 1]], {"z": [[1.0, 2.0]], "w": [[NAN, 1.0]]})
+
+
+BAD_RECORDINGS = [
+    (
+        dict(actions=[[0, 3]]),
+        r"actions: expected 0 to 2 \(left, right, observe\), got 3 at episode 0, step 1",
+    ),
+    (dict(actions=[[0, -1]]), "actions: expected 0 to 2"),
+    (dict(actions=[["left", "up"]]), r"actions: expected names out of .*got \['up'\]"),
+    (dict(actions=[[0.5, 1.0]]), "actions: expected integers or names"),
+    (dict(actions=[0, 1]), "actions: expected an array of 2 axes"),
+    (dict(actions=[[0] * 21], observations={"z": [[0.0] * 21]}), "actions: expected at most 20 steps"),
+    (dict(observations={"y": [[0.0, 0.0]]}), r"observations: expected the sites \['z'\], got \['y'\]"),
+    (dict(observations={"z": [[0.0]]}), r"observations\['z'\]: expected shape \[1, 2\], got \(1, 1\)"),
+    (dict(observations={"z": [[[0.0, 1.0]] * 2]}), r"observations\['z'\]: expected shape \[1, 2\]"),
+    (
+        dict(observations={"z": [[0.0, NAN]]}, observed={"z": [[False, True]]}),
+        "finite values where observed, got nan at episode 0, step 1",
+    ),
+    (dict(observations={"z": [[0.0, float("inf")]]}), "finite values where observed, got inf"),
+    (dict(observed={"z": [[0, 1]]}), r"observed\['z'\]: expected booleans"),
+    (dict(observed={"y": [[False, True]]}), "observed: expected the sites"),
+    (dict(observed={"z": [[True]]}), r"observed\['z'\]: expected shape \[1, 2\]"),
+    (dict(lengths=[3]), r"lengths: expected 1 to 2 steps in every episode, got \[3\]"),
+    (dict(lengths=[0]), "lengths: expected 1 to 2 steps"),
+    (dict(lengths=[1, 1]), r"lengths: expected shape \[1\]"),
+    (dict(contexts=[2]), "contexts: expected 0 to 1"),
+    (dict(contexts=["dark"]), "contexts: expected names out of"),
+    (dict(contexts=[0, 1]), r"contexts: expected shape \[1\]"),
+    (dict(states=[[0.0, 1.0]]), r"states: expected shape \[1, 3\]"),
+    (dict(states={"x": [[0.0, 1.0, 2.0]]}), "states: expected the components"),
+    (dict(rewards=[[0.0, NAN]]), "rewards: expected finite values"),
+    (dict(rewards=[[0.0]]), r"rewards: expected shape \[1, 2\]"),
+    (dict(returns=[0.0, 1.0]), r"returns: expected shape \[1\]"),
+    (dict(initial_observations={"z": [0.0]}), "initial_observations: expected None: this model has none"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_RECORDINGS, ids=range(len(BAD_RECORDINGS)))
+def test_bad_recordings_are_named(arguments, message):
+    arguments = dict(actions=[[0, 2]], observations={"z": [[NAN, 1.0]]}) | arguments
+    with pytest.raises(ValueError, match=message):
+        Episodes.from_arrays(LightDark(), **arguments)
+
+
+BAD_TENSORS = [
+    (dict(actions=torch.zeros(3).long()), r"actions: expected a tensor of shape \[B, T\]"),
+    (dict(actions=torch.zeros(0, 3).long()), "actions: expected at least one episode"),
+    (dict(observed={}), "observed: expected the same sites as observations"),
+    (
+        dict(observations={"z": torch.zeros(2, 4)}),
+        r"observations\['z'\]: expected a tensor of shape \[2, 3, …\]",
+    ),
+    (dict(observed={"z": torch.zeros(2, 3)}), r"observed\['z'\]: expected booleans"),
+    (dict(contexts=torch.zeros(3).long()), r"contexts: expected a tensor of shape \[2, …\]"),
+    (dict(states=torch.zeros(2, 3)), r"states \(state\): expected a tensor of shape \[2, 4, …\]"),
+    (dict(lengths=torch.tensor([0, 3])), "lengths: expected one step to 3 steps"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_TENSORS, ids=range(len(BAD_TENSORS)))
+def test_bad_tensors_are_named(arguments, message):
+    good = dict(
+        actions=torch.zeros(2, 3).long(),
+        observations={"z": torch.zeros(2, 3)},
+        observed={"z": torch.ones(2, 3).bool()},
+    )
+    with pytest.raises(ValueError, match=message):
+        Episodes(**(good | arguments))
