@@ -25,6 +25,22 @@ class EpisodesFileError(ValueError):
     """A file does not hold readable episodes."""
 
 
+class UnsupportedModelError(ValueError):
+    """A likelihood backend cannot serve a model; the message says why, and names the site."""
+
+
+class ObservationError(ValueError):
+    """Episodes hold an observation that the model's programs do not make."""
+
+
+class DensityError(ArithmeticError):
+    """A program left the reals, or has a density that is not a number, in the middle of inference."""
+
+
+class DegenerateWeightsError(ArithmeticError):
+    """No context at all can have produced an episode."""
+
+
 def rejected(argument: str, value: Any, expected: str) -> ValueError:
     """The error that says which argument is wrong, what it was and what it should be.
 

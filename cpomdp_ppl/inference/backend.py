@@ -1,0 +1,237 @@
+"""The common shape of likelihood backends: a recursion over time, folded over a batch or fed step by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, ObservationError
+from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.state import leaves, map_state, stack_in_time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+
+
+class Recursion(ABC):
+    """One backend at work on one model: how a belief changes in a step.
+
+    A belief is a dataclass of tensors whose first axes are `[C, B]`. All methods are called inside
+    `isolated` and `no_grad`.
+    """
+
+    def __init__(self, model: CPOMDP) -> None:
+        self.model = model
+        self.signature = read_signature(model)
+        self.own = (1,) * model.max_plate_nesting
+        self.context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *self.own)
+
+    @abstractmethod
+    def start(self, num_episodes: int) -> Any:
+        """The belief about `s_0`."""
+
+    @abstractmethod
+    def look(self, belief: Any, seen: Seen) -> tuple[Any, Tensor]:
+        """Condition on what was seen, without moving. Returns the belief and the increment `[C, B]`."""
+
+    @abstractmethod
+    def step(self, belief: Any, seen: Seen) -> tuple[Any, Tensor]:
+        """Move by `seen.action`, then condition on what was seen. Returns belief and increment `[C, B]`."""
+
+    @abstractmethod
+    def expected_reward(self, belief: Any, action: Tensor) -> Tensor:
+        """`E[r_c(s_t, a_t)]` under the belief, `[C, B]`."""
+
+    @abstractmethod
+    def moments(self, belief: Any) -> tuple[Any, Any]:
+        """Mean and variance of the state, leaves `[C, B, …]`."""
+
+    def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`."""
+        reward = self.model.reward(state, axes(action, len(self.own)), self.context)
+        return reward.expand(*shape, *self.own).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Backend(ABC):
+    """A way to compute `log p(o | a, c)` for every context from a model's programs.
+
+    Subclasses are small frozen dataclasses of settings.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def recursion(self, model: CPOMDP) -> Recursion:
+        """The backend at work on a model.
+
+        Raises:
+            UnsupportedModelError: If it cannot serve the model, saying why.
+        """
+
+    def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
+        """How many episodes fit in memory together."""
+        return 1_000_000
+
+    def run(
+        self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
+    ) -> Filtering:
+        """Filter a batch of episodes under every context.
+
+        Args:
+            model: The CPOMDP.
+            episodes: What was done and seen; nothing else of them is looked at.
+            seed: For backends that draw random numbers.
+            moments: Whether to compute filtered means and variances of the state, too.
+
+        Raises:
+            UnsupportedModelError: If this backend cannot serve the model.
+            ObservationError: If the episodes are not of this model.
+            DegenerateWeightsError: If no context can have produced an episode.
+            DensityError: If a program left the reals.
+        """
+        model.require_definition()
+        _require_same_sites(model, episodes)
+        with isolated(seed), torch.no_grad():
+            recursion = self.recursion(model)
+            size = self.episodes_at_once(model, recursion)
+            return Filtering.concatenate(
+                [
+                    fold(recursion, episodes[i : i + size], moments, offset=i)
+                    for i in range(0, len(episodes), size)
+                ]
+            )
+
+
+def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
+    """The steps of a batch, in time."""
+    actions = episodes.actions.movedim(1, 0)
+    observations = {site: value.movedim(1, 0) for site, value in episodes.observations.items()}
+    observed = {site: flags.movedim(1, 0) for site, flags in episodes.observed.items()}
+    shortest = int(episodes.lengths.min())
+    for t in range(episodes.horizon):
+        yield Seen(
+            t + 1,
+            actions[t],
+            {site: value[t] for site, value in observations.items()},
+            {site: flags[t] for site, flags in observed.items()},
+            None if t < shortest else t < episodes.lengths,
+            offset,
+        )
+
+
+def initial_step(episodes: Episodes, offset: int) -> Seen:
+    """What was seen before the first action."""
+    assert episodes.initial_observations is not None
+    assert episodes.initially_observed is not None
+    return Seen(0, None, episodes.initial_observations, episodes.initially_observed, None, offset)
+
+
+def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:
+    """Run a recursion over a batch of episodes."""
+    model, B = recursion.model, len(episodes)
+    belief = recursion.start(B)
+    first = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
+    total = first
+    if model.initial_observation:
+        seen = initial_step(episodes, offset)
+        belief, first = recursion.look(belief, seen)
+        total = checked(model, total, first, seen)
+    means = [recursion.moments(belief)] if moments else []
+    rewards, increments, ess, resampled = [], [], [], []
+    for seen in steps(episodes, offset):
+        assert seen.action is not None
+        reward = recursion.expected_reward(belief, seen.action)
+        before, (belief, increment) = belief, recursion.step(belief, seen)
+        if seen.alive is not None:
+            belief = where_alive(seen.alive, belief, before)
+            reward = torch.where(seen.alive, reward, 0.0)
+        total = checked(model, total, increment, seen)
+        rewards.append(reward)
+        increments.append(increment)
+        if moments:
+            means.append(recursion.moments(belief))
+        if hasattr(belief, "ess"):
+            ess.append(belief.ess)
+            resampled.append(belief.resampled)
+    error = getattr(recursion, "standard_error", None)
+
+    def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
+        return map_state(lambda x: x.movedim(1, 0), stack_in_time(series, 1)) if series else None
+
+    result = Filtering(
+        increments=by_episode(increments),
+        initial_increment=first.T,
+        expected_reward=by_episode(rewards),
+        prior=model.prior(),
+        state_mean=by_episode([mean for mean, _ in means]),
+        state_variance=by_episode([variance for _, variance in means]),
+        ess=by_episode(ess),
+        resampled=by_episode(resampled),
+        standard_error=None if error is None else error(belief).T,
+    )
+    _require_finite(model, result, offset)
+    return result
+
+
+def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Seen) -> Tensor:
+    """Add an increment `[C, B]` to the log-likelihoods, unless it makes no sense."""
+    total = total + increment
+    highest = total.amax(0)  # [B]: NaN wins, and -inf only if every context is impossible
+    if not bool(torch.isfinite(highest).all()):
+        bad = torch.isnan(increment) | (increment == torch.inf)
+        values = ", ".join(f"'{site}'" for site in seen.observations)
+        if bool(bad.any()):
+            c, b = bad.nonzero()[0].tolist()
+            raise DensityError(
+                f"time {seen.time} of episode {b + seen.offset} in context '{model.context_names[c]}': "
+                f"the density of site {values} is {increment[c, b]}"
+            )
+        b = int((~torch.isfinite(highest)).nonzero()[0])
+        shown = ", ".join(f"'{s}' = {_plain(v[b])}" for s, v in seen.observations.items() if seen.observed[s][b].any())
+        raise DegenerateWeightsError(
+            f"time {seen.time} of episode {b + seen.offset}: no context can have produced site {shown} there; "
+            "either the data are not the model's, or all particles are elsewhere (try more of them)"
+        )
+    return total
+
+
+def _plain(value: Tensor) -> Any:
+    return value.item() if value.numel() == 1 else value.tolist()
+
+
+def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
+    """Nothing silently becomes NaN: a state or reward that left the reals is an error."""
+    checks = [("reward", "the expected reward", result.expected_reward)]
+    if result.state_mean is not None:
+        checks += [("transition", f"'{name}'", leaf) for name, leaf in leaves(result.state_mean)]
+    for method, what, values in checks:
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            b, t, c = (~torch.isfinite(values)).nonzero()[0, :3].tolist()
+            raise DensityError(
+                f"{method}: {what} is not finite at time {t} of episode {b + offset} "
+                f"in context '{model.context_names[c]}'"
+            )
+
+
+def _require_same_sites(model: CPOMDP, episodes: Episodes) -> None:
+    with isolated(0):
+        expected = sorted(read_signature(model).observations)
+    if sorted(episodes.observations) != expected:
+        raise ObservationError(f"episodes: expected the sites {expected}, got {sorted(episodes.observations)}")
+    if model.initial_observation and episodes.initial_observations is None:
+        raise ObservationError("episodes: expected initial observations, got None")
+    highest = int(episodes.actions.max())
+    if highest >= model.num_actions:
+        raise ObservationError(f"episodes: expected actions 0 to {model.num_actions - 1}, got {highest}")

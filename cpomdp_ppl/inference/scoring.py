@@ -1,0 +1,168 @@
+"""The density of what was observed, read off the observation program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import MaskedDistribution
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from cpomdp_ppl.errors import ObservationError
+from cpomdp_ppl.handlers import mask_of
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Signature
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What happened in one step of B episodes.
+
+    Attributes:
+        time: When it was seen, from 0 (before the first action) to T.
+        action: `[B]`; None before the first action.
+        observations: By site, `[B, …]`.
+        observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates).
+        alive: Which episodes are still going on, bool `[B]`; None if all are.
+        offset: Number of the first of these episodes, for messages.
+    """
+
+    time: int
+    action: Tensor | None
+    observations: Mapping[str, Tensor]
+    observed: Mapping[str, Tensor]
+    alive: Tensor | None = None
+    offset: int = 0
+
+    def rows(self) -> Tensor | None:
+        """Indices of the episodes in which anything was observed; None if it was in all."""
+        flags = [seen.flatten(1).any(1) if seen.dim() > 1 else seen for seen in self.observed.values()]
+        seen = flags[0] if len(flags) == 1 else torch.stack(flags).any(0)
+        return None if bool(seen.all()) else seen.nonzero()[:, 0]
+
+    def select(self, rows: Tensor) -> Seen:
+        """The same step for some of the episodes."""
+        return Seen(
+            self.time,
+            None if self.action is None else self.action[rows],
+            {site: value[rows] for site, value in self.observations.items()},
+            {site: flags[rows] for site, flags in self.observed.items()},
+            None if self.alive is None else self.alive[rows],
+            self.offset,
+        )
+
+
+def axes(tensor: Tensor, own: int = 0) -> Tensor:
+    """`[B]` as `[1, B, 1]`, with `own` further axes: how actions meet `[context, episode, particle]`."""
+    return tensor.reshape(1, -1, 1, *[1] * own)
+
+
+def log_density_of_seen(
+    model: CPOMDP, signature: Signature, state: Any, context: Tensor, seen: Seen
+) -> Tensor:
+    """`log p(o | s, a, c)` of everything observed in a step, for every state.
+
+    Args:
+        model: The CPOMDP.
+        signature: Of the model.
+        state: Leaves `[C, B, N, …]`.
+        context: `[C, 1, 1]` (with the program's own axes).
+        seen: The step.
+
+    Returns:
+        `[C, B, N]`, or a shape that broadcasts to it.
+    """
+    action = None if seen.action is None else axes(seen.action, model.max_plate_nesting)
+    with Scored(seen, signature) as scored:
+        model.observation(state, action, context)
+    if scored.log_prob is None:
+        raise ObservationError("observation: none of its sites was given in the episodes")
+    return scored.log_prob
+
+
+class Scored(Messenger):
+    """Give every observation site what was seen there, and add up the log-densities.
+
+    Attributes:
+        log_prob: The sum so far, `[C, B, N]`; sites in the program's own plates are summed over those.
+    """
+
+    def __init__(self, seen: Seen, signature: Signature) -> None:
+        super().__init__()
+        self.seen = seen
+        self.signature = signature
+        self.log_prob: Tensor | None = None
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            return
+        name, fn = msg["name"], unmasked(msg["fn"])
+        spec = self.signature.observations[name]
+        B = len(self.seen.observations[name])
+        value = self.seen.observations[name].reshape(1, B, 1, *spec.shape)
+        flags = self.seen.observed[name]  # [B, *plates]
+        at_cells = flags.reshape(1, B, 1, *spec.plates)
+        self._require_visible(name, mask_of(msg), at_cells)
+        msg["value"] = value
+        log_prob = log_density(fn, value)  # [C, B, N, *plates]
+        if not bool(flags.all()):
+            log_prob = torch.where(at_cells, log_prob, log_prob.new_zeros(()))
+        if spec.plates:
+            log_prob = log_prob.flatten(3).sum(-1)
+        self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
+
+    def _require_visible(self, name: str, mask: Tensor | bool, observed: Tensor) -> None:
+        if mask is True:
+            return
+        hidden = observed & ~torch.as_tensor(mask, device=observed.device)
+        if bool(hidden.any()):
+            b = int(hidden.nonzero()[0, 1])
+            raise ObservationError(
+                f"site '{name}' at time {self.seen.time} of episode {b + self.seen.offset}: it was observed, "
+                "but the program masks it out there"
+            )
+
+
+def unmasked(fn: Any) -> Any:
+    """A distribution without its masks."""
+    if isinstance(fn, MaskedDistribution):
+        return unmasked(fn.base_dist)
+    if isinstance(fn, dist.Independent):
+        base = unmasked(fn.base_dist)
+        return fn if base is fn.base_dist else dist.Independent(base, fn.reinterpreted_batch_ndims)
+    return fn
+
+
+def log_density(fn: Any, value: Tensor) -> Tensor:
+    """`fn.log_prob(value)`, but `-inf` wherever the value is impossible.
+
+    torch does not say so by itself: with validation off, densities outside the support are arbitrary,
+    and probabilities of 0 and 1 are clamped.
+    """
+    inside = fn.support.check(value)
+    if not bool(inside.all()):
+        event = (1,) * (value.dim() - inside.dim()) if inside.dim() < value.dim() else ()
+        inside_event = inside.reshape(inside.shape + event)
+        draw = fn.sample()
+        value = torch.where(inside_event, value, draw.to(value.dtype))
+        return torch.where(inside, _log_prob(fn, value), -torch.inf)
+    return _log_prob(fn, value)
+
+
+def _log_prob(fn: Any, value: Tensor) -> Tensor:
+    if isinstance(fn, dist.Bernoulli) and "probs" in vars(fn):
+        return torch.where(value > 0.5, fn.probs, 1 - fn.probs).log()
+    if isinstance(fn, dist.Categorical) and "probs" in vars(fn):
+        index = value.long()[..., None]
+        shape = torch.broadcast_shapes(fn.probs.shape[:-1], value.shape)
+        probs = fn.probs.expand(*shape, -1)
+        return probs.gather(-1, index.expand(*shape, 1)).squeeze(-1).log()
+    log_prob: Tensor = fn.log_prob(value)
+    return log_prob
