@@ -15,10 +15,10 @@ from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.signature import read_signature
-from cpomdp_ppl.state import leaves, map_state, stack_in_time
+from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
@@ -120,22 +120,35 @@ def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
     observations = {site: value.movedim(1, 0) for site, value in episodes.observations.items()}
     observed = {site: flags.movedim(1, 0) for site, flags in episodes.observed.items()}
     shortest = int(episodes.lengths.min())
+    rows = rows_observed(observed)
     for t in range(episodes.horizon):
         yield Seen(
             t + 1,
             actions[t],
             {site: value[t] for site, value in observations.items()},
             {site: flags[t] for site, flags in observed.items()},
+            rows[t],
             None if t < shortest else t < episodes.lengths,
             offset,
         )
+
+
+def rows_observed(observed: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """For every time, the episodes in which anything was observed (flags `[T, B, …]`); None for all."""
+    anything = torch.stack([flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in observed.values()])
+    anything = anything.any(0)  # [T, B]
+    counts = anything.sum(1).tolist()
+    episode = anything.nonzero()[:, 1].split(counts)
+    return [None if count == anything.shape[1] else rows for count, rows in zip(counts, episode, strict=True)]
 
 
 def initial_step(episodes: Episodes, offset: int) -> Seen:
     """What was seen before the first action."""
     assert episodes.initial_observations is not None
     assert episodes.initially_observed is not None
-    return Seen(0, None, episodes.initial_observations, episodes.initially_observed, None, offset)
+    flags = episodes.initially_observed
+    (rows,) = rows_observed({site: seen[None] for site, seen in flags.items()})
+    return Seen(0, None, episodes.initial_observations, flags, rows, None, offset)
 
 
 def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:
@@ -168,7 +181,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
     error = getattr(recursion, "standard_error", None)
 
     def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
-        return map_state(lambda x: x.movedim(1, 0), stack_in_time(series, 1)) if series else None
+        return map_state(lambda *x: torch.stack(x).movedim(2, 0), *series) if series else None
 
     result = Filtering(
         increments=by_episode(increments),

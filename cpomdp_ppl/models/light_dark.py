@@ -63,18 +63,18 @@ class LightDark(CPOMDP):
         """Moves are noisy; to observe is to stay exactly."""
         noise = pyro.sample("noise", dist.Normal(0.0, self.process_variance**0.5))
         move = (action == RIGHT).float() - (action == LEFT).float()  # −1, 0 or 1
-        return state + move * self.step + move.abs() * noise
+        return state + (move * self.step + move.abs() * noise)
 
     def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
         """Position, seen well in the light and badly in the dark."""
-        lit = (into_the_light(state, context) > 0).float()
-        variance = lit * self.light_variance + (1 - lit) * self.dark_variance
+        lit = 0.5 + 0.5 * into_the_light(state, context).sign()  # 1 in the light, 0 in the dark
+        variance = self.dark_variance + lit * (self.light_variance - self.dark_variance)
         pyro.sample("z", dist.Normal(state, variance.sqrt()).mask(action == OBSERVE))
 
     def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
         """+1 deep in the light, −1 in the dark."""
         depth = into_the_light(state, context)
-        return (depth > self.goal).float() - (depth < 0).float()
+        return 0.5 * ((depth - self.goal).sign() + depth.sign())
 
 
 def into_the_light(state: Tensor, context: Tensor) -> Tensor:

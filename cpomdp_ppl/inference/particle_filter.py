@@ -1,0 +1,321 @@
+"""Sequential Monte Carlo: resample, move, reweight, for all contexts and episodes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import require, require_count
+from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.drawing import Drawn
+from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
+from cpomdp_ppl.inference.scoring import Seen, axes, log_density, log_density_of_seen, unmasked
+from cpomdp_ppl.handlers import Recorded
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+
+CELLS_AT_ONCE = 2**18
+"""Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
+
+
+class Guide(Protocol):
+    """Proposal programs, with the same sample sites as the model's own.
+
+    They also see the coming observation, and whether it is one.
+    """
+
+    def initial(
+        self, context: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
+    ) -> Any:
+        """Propose the sites of the model's `initial`."""
+        ...
+
+    def transition(
+        self,
+        state: Any,
+        action: Tensor,
+        context: Tensor,
+        observations: Mapping[str, Tensor],
+        observed: Mapping[str, Tensor],
+    ) -> Any:
+        """Propose the sites of the model's `transition`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParticleFilter(Backend):
+    """A particle filter for every context and episode.
+
+    Bootstrap unless a guide is given: particles move by the model's own `transition` and are weighted by the
+    density of what was observed. The likelihood estimate is unbiased for any number of particles.
+
+    Args:
+        num_particles: Particles N for every episode and context.
+        resampling: `"systematic"`, `"stratified"`, `"multinomial"`, `"residual"`, or a scheme.
+        ess_threshold: A row (one episode under one context) is resampled when its effective sample size is
+            below this fraction of N.
+        guide: Proposals that see the coming observation: an object with programs `initial` and
+            `transition`, or `"ekf"` to derive them by linearising the model; None for the bootstrap filter.
+        common_random_numbers: Whether the contexts of an episode share their noise, which makes their
+            likelihood ratio less noisy.
+        chunk: How many episodes to handle at once; chosen to bound memory if left out.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy, simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> episodes = simulate(model, RandomPolicy(3), 10, seed=0)
+        >>> ParticleFilter(num_particles=500).run(model, episodes, seed=0).posterior().shape
+        torch.Size([10, 21, 2])
+    """
+
+    num_particles: int = 256
+    resampling: str | Resampling = "systematic"
+    ess_threshold: float = 0.5
+    guide: Guide | str | None = None
+    common_random_numbers: bool = True
+    chunk: int | None = None
+    name: ClassVar[str] = "smc"
+
+    def __post_init__(self) -> None:
+        require_count("num_particles", self.num_particles)
+        as_scheme(self.resampling)
+        require(0 <= self.ess_threshold <= 1, "ess_threshold", self.ess_threshold, "a fraction from 0 to 1")
+        if self.chunk is not None:
+            require_count("chunk", self.chunk)
+        proposes = callable(getattr(self.guide, "transition", None))
+        require(
+            self.guide is None or self.guide == "ekf" or proposes,
+            "guide",
+            self.guide,
+            'None, "ekf", or an object with programs `initial` and `transition`',
+        )
+
+    def recursion(self, model: CPOMDP) -> SMC:
+        """The filter at work on a model; any model will do."""
+        return SMC(model, self)
+
+    def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
+        """As many as keep the particles in cache, if that is any; a chunk that was asked for otherwise."""
+        if self.chunk is not None:
+            return self.chunk
+        size = sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state))
+        return max(1, CELLS_AT_ONCE // (model.num_contexts * self.num_particles * max(size, 1)))
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Weighted particles, for every context and episode.
+
+    A step takes a cloud over: it writes into its tensors, because copies would be a good part of the work.
+
+    Attributes:
+        state: Leaves `[C, B, N, …]`.
+        weights: Normalised, `[C, B, N]`.
+        eves: Which particle of time 0 each one descends from, `[C, B, N]`.
+        ess: Effective sample size `1 / Σ W²`, `[C, B]`.
+        resampled: Which rows were resampled before the last move, bool `[C, B]`.
+    """
+
+    state: Any
+    weights: Tensor
+    eves: Tensor
+    ess: Tensor
+    resampled: Tensor
+
+
+@dataclass(frozen=True)
+class Offspring:
+    """The outcome of resampling some rows.
+
+    Attributes:
+        rows: Which rows of the C·B, `[R]`.
+        ancestors: Of every particle in them, `[R, N]`.
+    """
+
+    rows: Tensor
+    ancestors: Tensor
+
+    def inherit_(self, leaf: Tensor) -> Tensor:
+        """Replace every particle of those rows by its ancestor, in place, in a tensor `[C, B, N, …]`."""
+        C, B, N, *event = leaf.shape
+        flat = (self.rows[:, None] * N + self.ancestors).flatten()
+        picked = leaf.view(C * B * N, *event).index_select(0, flat)
+        leaf.view(C * B, N, *event).index_copy_(0, self.rows, picked.view(-1, N, *event))
+        return leaf
+
+
+class SMC(Recursion):
+    """The particle filter's recursion over time."""
+
+    def __init__(self, model: CPOMDP, settings: ParticleFilter) -> None:
+        super().__init__(model)
+        self.N = settings.num_particles
+        self.common = settings.common_random_numbers
+        self.resampling = Adaptive(as_scheme(settings.resampling), settings.ess_threshold)
+        self.guide: Any = settings.guide
+        if settings.guide == "ekf":
+            from cpomdp_ppl.inference.lookahead import LookAhead
+
+            self.guide = LookAhead(model)
+
+    def start(self, num_episodes: int) -> Cloud:
+        """Particles from the model's `initial`, all of the same weight."""
+        C, B, N = self.model.num_contexts, num_episodes, self.N
+        shape = (C, B, N)
+        with Drawn(shape, self.common, len(self.own)):
+            state = self.own_copy(self.model.initial(self.context), torch.Size(shape))
+        device = self.context.device
+        return Cloud(
+            state,
+            torch.full(shape, 1.0 / N, device=device),
+            torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
+            torch.full((C, B), float(N), device=device),
+            torch.zeros((C, B), dtype=torch.bool, device=device),
+        )
+
+    def own_copy(self, state: Any, S: torch.Size) -> Any:
+        """A state that a program returned, with memory of its own for every particle, to resample in place."""
+        return map_state(lambda leaf: leaf.contiguous(), self.signature.broadcast(state, S))
+
+    def look(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
+        """Weight the particles by what was seen."""
+        return self.reweight(cloud, seen, None)
+
+    def step(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
+        """Resample, move, reweight."""
+        cloud, _ = self.resample(cloud, seen.alive)
+        cloud, log_ratio = self.move(cloud, seen)
+        return self.reweight(cloud, seen, log_ratio)
+
+    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
+        """Resample the rows that need it, in place. Says who descends from whom, too; None if no row did."""
+        C, B, N = cloud.weights.shape
+        needed = self.resampling.needed(cloud.ess, N)  # [C, B]
+        if alive is not None:
+            needed = needed & alive
+        if not bool(needed.any()):
+            return replace(cloud, resampled=needed), None
+        rows = needed.flatten().nonzero()[:, 0]  # [R] of C·B
+        scheme = self.resampling.scheme
+        uniforms = torch.rand(1 if self.common else C, B, scheme.num_uniforms(N), device=rows.device)
+        uniforms = uniforms.expand(C, -1, -1).reshape(C * B, -1)[rows]
+        weights = cloud.weights.view(C * B, N)
+        offspring = Offspring(rows, scheme(weights[rows], uniforms))
+        map_state(offspring.inherit_, cloud.state)
+        offspring.inherit_(cloud.eves)
+        weights.index_fill_(0, rows, 1.0 / N)
+        return replace(cloud, ess=torch.where(needed, float(N), cloud.ess), resampled=needed), offspring
+
+    def move(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor | None]:
+        """Move by the program, or by the guide; the latter with a log-ratio `p / q`, `[C, B, N]`."""
+        assert seen.action is not None
+        S = cloud.weights.shape
+        action = axes(seen.action, len(self.own))
+        if self.guide is not None:
+            return self.move_guided(cloud, seen, action)
+        with Drawn((S[0], S[1], S[2]), self.common, len(self.own)):
+            state = self.model.transition(cloud.state, action, self.context)
+        return replace(cloud, state=self.own_copy(state, S)), None
+
+    def move_guided(self, cloud: Cloud, seen: Seen, action: Tensor) -> tuple[Cloud, Tensor]:
+        """Propose by the guide, and score the proposal under the model."""
+        S = cloud.weights.shape
+        observations = {site: axes_of(value) for site, value in seen.observations.items()}
+        observed = {site: axes_of(flags) for site, flags in seen.observed.items()}
+        with Drawn((S[0], S[1], S[2]), self.common, len(self.own)) as proposed:
+            self.guide.transition(cloud.state, action, self.context, observations, observed)
+        values = {name: value for name, (_, value) in proposed.sites.items()}
+        with (
+            Drawn((S[0], S[1], S[2]), self.common, len(self.own)),
+            poutine.condition(data=values),
+            Recorded() as program,
+        ):
+            state = self.model.transition(cloud.state, action, self.context)
+        log_ratio = torch.zeros((), device=cloud.weights.device)
+        for name, (q, value) in proposed.sites.items():
+            p = unmasked(program.sites[name]["fn"])
+            log_ratio = log_ratio + log_density(p, value) - q.log_prob(value)
+        return replace(cloud, state=self.own_copy(state, S)), log_ratio.expand(S)
+
+    def reweight(self, cloud: Cloud, seen: Seen, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
+        """Multiply the weights by the density of what was seen. Returns the evidence increment `[C, B]`."""
+        C, B, N = cloud.weights.shape
+        rows = None if log_ratio is not None else seen.rows
+        state, weights = cloud.state, cloud.weights
+        if rows is not None:  # nothing was seen in the other rows, so nothing changes there
+            if len(rows) == 0:
+                return cloud, torch.zeros(C, B, dtype=torch.float64, device=weights.device)
+            seen = seen.select(rows)
+            state = map_state(lambda leaf: leaf.index_select(1, rows), state)
+            weights = weights.index_select(1, rows)
+        log_weights = weights.log() + log_density_of_seen(
+            self.model, self.signature, state, self.context, seen
+        )
+        if log_ratio is not None:
+            log_weights = log_weights + log_ratio
+        highest = log_weights.amax(-1, keepdim=True)  # [C, B', 1]
+        highest = torch.where(highest == -torch.inf, 0.0, highest)
+        unnormalised = (log_weights - highest).exp_()
+        mass = unnormalised.sum(-1, keepdim=True)
+        increment = (highest.double() + mass.double().log()).squeeze(-1)  # [C, B']
+        normalised = unnormalised.div_(mass)
+        dead = mass.squeeze(-1) == 0
+        if bool(dead.any()):  # an impossible context keeps the weights it had
+            normalised = torch.where(dead[..., None], weights, normalised)
+        ess = 1.0 / torch.linalg.vector_norm(normalised, dim=-1).square_()
+        if rows is None:
+            return replace(cloud, weights=normalised, ess=ess), increment
+        cloud.weights.index_copy_(1, rows, normalised)
+        return (
+            replace(cloud, ess=cloud.ess.index_copy(1, rows, ess)),
+            torch.zeros(C, B, dtype=torch.float64, device=ess.device).index_copy_(1, rows, increment),
+        )
+
+    def expected_reward(self, cloud: Cloud, action: Tensor) -> Tensor:
+        """The particles' weighted mean reward."""
+        C, B, N = cloud.weights.shape
+        return weighted_sum(cloud.weights, self.reward(cloud.state, action, (C, B, N)))
+
+    def moments(self, cloud: Cloud) -> tuple[Any, Any]:
+        """Weighted means and variances of the particles."""
+
+        def mean(leaf: Tensor) -> Tensor:
+            return weighted_sum(cloud.weights, leaf)
+
+        def variance(leaf: Tensor, m: Tensor) -> Tensor:
+            return weighted_sum(cloud.weights, (leaf - m.unsqueeze(2)) ** 2)
+
+        means = map_state(mean, cloud.state)
+        return means, map_state(variance, cloud.state, means)
+
+    def standard_error(self, cloud: Cloud) -> Tensor:
+        """Estimated standard error of the log-likelihood, `[C, B]`.
+
+        Families of particles that descend from the same one at time 0 are what is independent in a particle
+        filter, so the spread of their shares tells the error (Chan and Lai, 2013). Once all descend from one,
+        nothing can be told any more, and the estimate stays near 1.
+        """
+        C, B, N = cloud.weights.shape
+        shares = torch.zeros_like(cloud.weights).scatter_add(2, cloud.eves.long(), cloud.weights)  # [C, B, N]
+        return (shares.square().sum(-1) - 1.0 / N).clamp(min=0).sqrt()
+
+
+def axes_of(tensor: Tensor) -> Tensor:
+    """`[B, …]` as `[1, B, 1, …]`."""
+    return tensor.reshape(1, tensor.shape[0], 1, *tensor.shape[1:])
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """`Σ_i W_i v_i` over the particle axis: weights `[C, B, N]`, values `[C, B, N, …]`."""
+    values = values.to(weights.dtype)
+    if values.dim() == 3:
+        return torch.linalg.vecdot(weights, values)
+    return torch.einsum("cbn,cbn...->cb...", weights, values)

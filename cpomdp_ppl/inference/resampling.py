@@ -1,0 +1,155 @@
+"""Resampling: which particles survive, row by row.
+
+A scheme turns normalised weights and uniform random numbers into ancestors. Uniforms are handed in rather
+than drawn, so that several rows (the contexts of an episode) can share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import rejected, require
+
+
+class Resampling(Protocol):
+    """A resampling scheme: unbiased, so particle i has `N W_i` offspring in expectation."""
+
+    def num_uniforms(self, num_particles: int) -> int:
+        """How many uniform random numbers it needs for a row of N particles."""
+        ...
+
+    def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Choose ancestors.
+
+        Args:
+            weights: Normalised, `[R, N]`.
+            uniforms: In [0, 1), `[R, num_uniforms(N)]`.
+
+        Returns:
+            Indices 0 … N - 1, `[R, N]`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Systematic:
+    """One uniform for all: points `(i + u) / N` on the distribution function of the weights."""
+
+    def num_uniforms(self, num_particles: int) -> int:
+        """One."""
+        return 1
+
+    def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Count the points below each step of the distribution function; no search is needed."""
+        N = weights.shape[1]
+        below = torch.ceil(N * distribution_function(weights) - uniforms)  # points below, [R, N]
+        return ancestors(below)
+
+
+@dataclass(frozen=True)
+class Stratified:
+    """A uniform in every stratum: points `(i + u_i) / N`."""
+
+    def num_uniforms(self, num_particles: int) -> int:
+        """One for every particle."""
+        return num_particles
+
+    def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Look the points up in the distribution function."""
+        N = weights.shape[1]
+        points = (torch.arange(N, device=weights.device) + uniforms.double()) / N
+        return torch.searchsorted(distribution_function(weights), points, right=True).clamp(max=N - 1)
+
+
+@dataclass(frozen=True)
+class Multinomial:
+    """Independent choices; the plainest scheme, and the noisiest."""
+
+    def num_uniforms(self, num_particles: int) -> int:
+        """One for every particle."""
+        return num_particles
+
+    def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Look the points up in the distribution function, sorted, so that neighbours are near in memory."""
+        N = weights.shape[1]
+        points = uniforms.double().sort(-1).values
+        return torch.searchsorted(distribution_function(weights), points, right=True).clamp(max=N - 1)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """`⌊N W_i⌋` offspring for certain, and the rest chosen independently by the remainders."""
+
+    def num_uniforms(self, num_particles: int) -> int:
+        """At most one for every particle."""
+        return num_particles
+
+    def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Fill up with draws from the remainders until there are N."""
+        N = weights.shape[1]
+        expected = N * weights.double()
+        certain = expected.floor()
+        left = N - certain.sum(-1, keepdim=True)  # [R, 1]
+        remainders = expected - certain
+        total = remainders.sum(-1, keepdim=True)
+        # Nothing is left over exactly when all weights are multiples of 1/N; any distribution will do.
+        remainders = torch.where(total > 0, remainders / total.clamp(min=1e-300), 1.0 / N)
+        drawn = torch.searchsorted(distribution_function(remainders), uniforms.double().contiguous(), right=True)
+        kept = (torch.arange(N, device=weights.device) < left).double()  # [R, N]
+        counts = certain.scatter_add(-1, drawn.clamp(max=N - 1), kept)
+        return ancestors(counts.cumsum(-1))
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Resample only the rows that need it: those whose effective sample size fell below a threshold.
+
+    Args:
+        scheme: What to do with those rows.
+        threshold: Fraction of N; 0 never resamples, 1 does whenever the weights differ at all.
+    """
+
+    scheme: Resampling
+    threshold: float
+
+    def needed(self, ess: Tensor, num_particles: int) -> Tensor:
+        """Which rows to resample, bool, of the shape of `ess`."""
+        return ess < self.threshold * num_particles * (1 - 1e-6)
+
+
+SCHEMES: dict[str, Resampling] = {
+    "systematic": Systematic(),
+    "stratified": Stratified(),
+    "multinomial": Multinomial(),
+    "residual": Residual(),
+}
+
+
+def as_scheme(resampling: str | Resampling) -> Resampling:
+    """A scheme by its name, or as it is."""
+    if isinstance(resampling, str):
+        if resampling not in SCHEMES:
+            raise rejected("resampling", resampling, f"one of {list(SCHEMES)}, or a scheme")
+        return SCHEMES[resampling]
+    require(callable(resampling), "resampling", resampling, f"one of {list(SCHEMES)}, or a scheme")
+    return resampling
+
+
+def distribution_function(weights: Tensor) -> Tensor:
+    """Cumulative sums in float64: in float32 they miss 1 by enough to lose the last particle."""
+    return weights.double().cumsum(-1)
+
+
+def ancestors(cumulative_counts: Tensor) -> Tensor:
+    """Ancestors from cumulative offspring counts, `[R, N]`; a row that does not add up to N is made to."""
+    R, N = cumulative_counts.shape
+    ends = cumulative_counts.clamp(0, N)
+    ends[:, -1] = N
+    counts = ends.long()
+    counts[:, 1:] -= counts[:, :-1].clone()
+    particle = torch.arange(N, device=counts.device).expand(R, N).reshape(-1)
+    return particle.repeat_interleave(counts.reshape(-1), output_size=R * N).reshape(R, N)
