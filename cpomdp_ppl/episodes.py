@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import EpisodesFileError, rejected, require
+from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
+from cpomdp_ppl.errors import EpisodesFileError, rejected, require, require_model, whole_number
 from cpomdp_ppl.signature import Leaf, ObservationSite, signature
-from cpomdp_ppl.state import State, leaves, map_state
+from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -46,7 +48,10 @@ class Episodes:
         initial_observations: By site, `[B, …]`: what was seen before the first action, for models that
             ask for it.
         initially_observed: By site, bool `[B]`.
-        zeroed: Promises that unobserved values are zero already, which saves writing them.
+
+    Args:
+        zeroed: Promises that unobserved values are zero already and all others are numbers, which saves
+            looking. Not kept as an attribute.
     """
 
     actions: Tensor
@@ -68,6 +73,7 @@ class Episodes:
             getattr(self.actions, "shape", self.actions),
             "a tensor of shape [B, T]",
         )
+        require(self.actions.dtype == torch.long, "actions", self.actions.dtype, "torch.int64")
         B, T = self.actions.shape
         require(B > 0 and T > 0, "actions", tuple(self.actions.shape), "at least one episode and one step")
         if self.lengths is None:
@@ -81,10 +87,12 @@ class Episodes:
             reached = steps <= self.lengths[:, None]  # [B, T+1]
             self._set(
                 actions=filled(self.actions, taken),
-                observed={site: seen & _right(taken, seen) for site, seen in self.observed.items()},
+                observed={site: seen & on_the_right(taken, seen) for site, seen in self.observed.items()},
                 states=map_state(lambda leaf: filled(leaf, reached), self.states),
                 rewards=map_state(lambda rewards: filled(rewards, taken), self.rewards),
             )
+        if not zeroed:
+            self._require_numbers()
         if ragged or not zeroed:
             self._set(
                 observations=map_state(filled, self.observations, self.observed),
@@ -98,16 +106,24 @@ class Episodes:
             object.__setattr__(self, name, value)
 
     def _require_shapes(self, B: int, T: int) -> None:
-        def shape(argument: str, value: Any, *expected: int) -> None:
+        def shape(argument: str, value: Any, *expected: int, more: bool = True) -> None:
             found = tuple(getattr(value, "shape", ()))
+            fits = found[: len(expected)] == expected and (more or len(found) == len(expected))
+            wanted = ", ".join([*map(str, expected), *["…"] * more])
             require(
-                isinstance(value, Tensor) and found[: len(expected)] == expected,
+                isinstance(value, Tensor) and fits,
                 argument,
                 found if isinstance(value, Tensor) else value,
-                f"a tensor of shape {[*expected, ...]}".replace("Ellipsis", "…"),
+                f"a tensor of shape [{wanted}]",
             )
 
-        shape("lengths", self.lengths, B)
+        for name, axes in [("lengths", (B,)), ("contexts", (B,)), ("rewards", (B, T)), ("returns", (B,))]:
+            value = getattr(self, name)
+            if value is not None:
+                shape(name, value, *axes, more=False)
+                real = name in ("rewards", "returns")
+                proper = value.is_floating_point() if real else value.dtype == torch.long
+                require(proper, name, value.dtype, "real numbers" if real else "torch.int64")
         require(
             bool(((self.lengths >= 1) & (self.lengths <= T)).all()),
             "lengths",
@@ -119,6 +135,9 @@ class Episodes:
             values, seen = getattr(self, what), getattr(self, whether)
             if values is None and seen is None:
                 continue
+            for name, given in ((what, values), (whether, seen)):
+                proper = given is None or isinstance(given, Mapping)
+                require(proper, name, given, "a mapping from sites to tensors")
             require(
                 values is not None and seen is not None and set(values) == set(seen),
                 whether,
@@ -128,13 +147,28 @@ class Episodes:
             for site in values:
                 shape(f"{what}['{site}']", values[site], *axes)
                 shape(f"{whether}['{site}']", seen[site], *axes)
-                require(seen[site].dtype == torch.bool, f"{whether}['{site}']", seen[site].dtype, "booleans")
-        for name, axes in [("contexts", (B,)), ("rewards", (B, T)), ("returns", (B,))]:
-            if getattr(self, name) is not None:
-                shape(name, getattr(self, name), *axes)
+                flags = seen[site]
+                require(flags.dtype == torch.bool, f"{whether}['{site}']", flags.dtype, "booleans")
+                require(
+                    flags.shape == values[site].shape[: flags.dim()],
+                    f"{whether}['{site}']",
+                    tuple(flags.shape),
+                    f"the leading axes of {what}['{site}'], {tuple(values[site].shape)}",
+                )
         if self.states is not None:
             for name, leaf in leaves(self.states):
                 shape(f"states ({name})", leaf, B, T + 1)
+
+    def _require_numbers(self) -> None:
+        """What was observed is a number."""
+        pairs = [("observations", self.observations, self.observed)]
+        if self.initial_observations is not None and self.initially_observed is not None:
+            pairs.append(("initial_observations", self.initial_observations, self.initially_observed))
+        for what, values, seen in pairs:
+            for site, value in values.items():
+                bad = torch.isnan(value) & on_the_right(seen[site], value)
+                if bool(bad.any()):
+                    raise rejected(f"{what}['{site}']", f"nan at {place_of(bad)}", "numbers where observed")
 
     def __len__(self) -> int:
         return self.actions.shape[0]
@@ -160,12 +194,19 @@ class Episodes:
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Episodes:
         """Some of the episodes: an index, a slice, a list or tensor of indices, or a boolean mask."""
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"episode {index} out of {len(self)}")
-            index = [index % len(self)]
+        number = None if isinstance(index, slice) else whole_number(index)
+        if number is not None:
+            if not -len(self) <= number < len(self):
+                raise IndexError(f"episode {number} out of {len(self)}")
+            index = slice(number % len(self), number % len(self) + 1)
         if not isinstance(index, slice):
             index = torch.as_tensor(index, device=self.device)
+            if index.dim() != 1:
+                raise IndexError(f"expected an index, a slice, or indices in one axis, got {index.tolist()}")
+            if not len(index):
+                index = index.long()
+        if not len(self.lengths[index]):
+            raise IndexError(f"no episode out of {len(self)} is selected")
         return self._map(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> Episodes:
@@ -262,14 +303,16 @@ class Episodes:
             >>> Episodes.from_arrays(LightDark(), [["right", "observe"]], {"z": [[nan, 0.7]]})
             Episodes(B=1, T=2, sites=['z'], known=[], device='cpu')
         """
+        require_model(model)
         sig = signature(model)
         device = model.device
-        a = _indices("actions", actions, model.action_names, device, dim=2)
+        a = as_indices("actions", actions, model.action_names).to(device)
+        require(a.dim() == 2, "actions", tuple(a.shape), "an array of 2 axes")
         B, T = a.shape
         require(model.horizon >= T, "actions", tuple(a.shape), f"at most {model.horizon} steps (the horizon)")
-        n = torch.full((B,), T) if lengths is None else torch.as_tensor(np.asarray(lengths), dtype=torch.long)
-        n = n.to(device)
+        n = torch.full((B,), T) if lengths is None else as_tensor("lengths", lengths)
         require(n.shape == (B,), "lengths", tuple(n.shape), f"shape [{B}]")
+        n = as_type("lengths", n, torch.long, torch.ones(B, dtype=torch.bool, device=n.device)).to(device)
         require(bool(((n >= 1) & (n <= T)).all()), "lengths", n.tolist(), f"1 to {T} steps in every episode")
         taken = torch.arange(T, device=device) < n[:, None]  # [B, T]
         _require_range("actions", a, model.action_names, taken)
@@ -280,9 +323,7 @@ class Episodes:
             initial_observations,
             "observations at time 0" if model.initial_observation else "None: this model has none",
         )
-        values, seen = _read_observations(
-            "observations", observations, observed, sig.observations, (B, T), taken
-        )
+        values, seen = _read_observations("observations", observations, observed, sig.observations, taken)
         first, first_seen = None, None
         if initial_observations is not None:
             everywhere = torch.ones(B, dtype=torch.bool, device=device)
@@ -291,12 +332,11 @@ class Episodes:
                 initial_observations,
                 initially_observed,
                 sig.observations,
-                (B,),
                 everywhere,
             )
         c = None
         if contexts is not None:
-            c = _indices("contexts", contexts, model.context_names, device, dim=1)
+            c = as_indices("contexts", contexts, model.context_names).to(device)
             require(c.shape == (B,), "contexts", tuple(c.shape), f"shape [{B}]")
             _require_range("contexts", c, model.context_names, torch.ones_like(c, dtype=torch.bool))
         reached = torch.arange(T + 1, device=device) <= n[:, None]  # [B, T+1]
@@ -306,28 +346,28 @@ class Episodes:
             observed=seen,
             lengths=n,
             contexts=c,
-            states=None if states is None else _read_states(states, sig.state, reached),
-            rewards=None if rewards is None else _read("rewards", rewards, torch.get_default_dtype(), taken),
-            returns=None if returns is None else _read("returns", returns, torch.get_default_dtype(), n > 0),
+            states=None if states is None else _read_states(states, model, sig.state, reached),
+            rewards=None if rewards is None else _read("rewards", rewards, taken),
+            returns=None if returns is None else _read("returns", returns, n > 0),
             initial_observations=first,
             initially_observed=first_seen,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a plain `.npz` file, all of it or nothing."""
-        arrays = {"format": np.array(FORMAT)}
+        arrays: dict[str, Any] = {"format": np.array(FORMAT)}
         for field in fields(self):
             arrays |= _entries(field.name, getattr(self, field.name))
         path = Path(path)
-        temporary = NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False)  # noqa: SIM115
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with temporary:
-                np.savez_compressed(temporary, allow_pickle=False, **arrays)
-                temporary.flush()
-                os.fsync(temporary.fileno())
-            os.replace(temporary.name, path)
+            with open(temporary, "xb") as file:  # not `tempfile`: its files are for nobody else to read
+                np.savez_compressed(file, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary.name)
+            temporary.unlink(missing_ok=True)
             raise
 
     @staticmethod
@@ -355,11 +395,11 @@ class Episodes:
 
 
 def _entries(name: str, value: Any) -> dict[str, Any]:
-    """A tensor, or a tree of them, as arrays named `name/part/…`."""
+    """A tensor, or a tree of them, as arrays named `name/part/…`; a `/` in a part is written as in a URL."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
-        parts = (_entries(f"{name}/{key}", part) for key, part in value.items())
+        parts = (_entries(f"{name}/{quote(key, safe=' ')}", part) for key, part in value.items())
         return {key: array for part in parts for key, array in part.items()}
     return {name: value.detach().cpu().numpy()}
 
@@ -369,7 +409,7 @@ def _from_entries(arrays: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(Episodes)}
     values: dict[str, Any] = {"observations": {}, "observed": {}}
     for name, array in arrays.items():
-        *branches, leaf = name.split("/")
+        *branches, leaf = map(unquote, name.split("/"))
         require((branches or [leaf])[0] in known, "entry", name, f"one of {sorted(known)}")
         target = values
         for branch in branches:
@@ -378,62 +418,36 @@ def _from_entries(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _right(flags: Tensor, like: Tensor) -> Tensor:
-    """Add axes on the right, so that flags `[B, T]` broadcast with `[B, T, …]`."""
-    if flags.dim() == like.dim():
-        return flags
-    return flags.reshape(flags.shape + (1,) * (like.dim() - flags.dim()))
-
-
 def filled(values: Tensor, known: Tensor) -> Tensor:
     """Zero where not known: filled values cannot leak, nor turn a gradient into NaN."""
-    return torch.where(_right(known, values), values, values.new_zeros(()))
-
-
-def _where(bad: Tensor) -> str:
-    """The first place where something is wrong, in words."""
-    place = bad.nonzero()[0].tolist()
-    return ", ".join(f"{axis} {i}" for axis, i in zip(("episode", "step"), place, strict=False))
-
-
-def _indices(argument: str, values: Any, names: Sequence[str], device: torch.device, dim: int) -> Tensor:
-    """Indices given as numbers or as names."""
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    require(array.ndim == dim, argument, array.shape, f"an array of {dim} axes")
-    if array.dtype.kind in "UO":
-        numbers = {name: i for i, name in enumerate(names)}
-        unknown = sorted({str(v) for v in array.ravel()} - set(numbers))
-        require(not unknown, argument, unknown, f"names out of {list(names)}")
-        array = np.vectorize(lambda v: numbers[str(v)])(array)
-    finite = np.where(np.isfinite(array), array, -1) if array.dtype.kind == "f" else array
-    whole = array.dtype.kind in "iu" or bool((finite == np.round(finite)).all())
-    require(whole, argument, array.dtype, "integers or names")
-    return torch.as_tensor(finite.astype(np.int64), device=device)
+    return torch.where(on_the_right(known, values), values, values.new_zeros(()))
 
 
 def _require_range(argument: str, indices: Tensor, names: Sequence[str], where: Tensor) -> None:
     bad = ((indices < 0) | (indices >= len(names))) & where
     if bool(bad.any()):
-        value = int(indices[bad][0])
-        raise rejected(argument, f"{value} at {_where(bad)}", f"0 to {len(names) - 1} ({', '.join(names)})")
-
-
-def _read(argument: str, values: Any, dtype: torch.dtype, where: Tensor) -> Tensor:
-    tensor = torch.as_tensor(values if isinstance(values, Tensor) else np.asarray(values)).to(
-        where.device, dtype
-    )
-    require(tensor.shape == where.shape, argument, tuple(tensor.shape), f"shape {list(where.shape)}")
-    _require_finite(argument, tensor, where)
-    return tensor
+        found = f"{int(indices[bad][0])} at {place_of(bad)}"
+        raise rejected(argument, found, f"0 to {len(names) - 1} ({', '.join(names)})")
 
 
 def _require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
     """`where` has the leading axes of `tensor`."""
     if tensor.is_floating_point():
-        bad = ~torch.isfinite(tensor) & _right(where, tensor)
+        bad = ~torch.isfinite(tensor) & on_the_right(where, tensor)
         if bool(bad.any()):
-            found = f"{tensor[bad][0].item()} at {_where(bad)}"
+            found = f"{tensor[bad][0].item()} at {place_of(bad)}"
             raise rejected(argument, found, "finite values where observed")
+
+
+def _read(argument: str, values: Any, where: Tensor) -> Tensor:
+    """Real numbers `[B]` or `[B, T]`. Those that come as double precision stay so."""
+    tensor = as_tensor(argument, values).to(where.device)
+    require(tensor.shape == where.shape, argument, tuple(tensor.shape), f"shape {list(where.shape)}")
+    dtype = torch.get_default_dtype()
+    if hasattr(values, "dtype") and tensor.is_floating_point():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    _require_finite(argument, tensor, where)
+    return as_type(argument, tensor, dtype, where)
 
 
 def _read_observations(
@@ -441,64 +455,82 @@ def _read_observations(
     observations: Mapping[str, Any],
     observed: Mapping[str, Any] | None,
     sites: Mapping[str, ObservationSite],
-    axes: tuple[int, ...],
     taken: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     whether = "observed" if argument == "observations" else "initially_observed"
-    require(set(observations) == set(sites), argument, sorted(observations), f"the sites {sorted(sites)}")
+    _require_sites(argument, observations, sites)
     if observed is not None:
-        require(set(observed) == set(sites), whether, sorted(observed), f"the sites {sorted(sites)}")
+        _require_sites(whether, observed, sites)
+    axes = taken.shape  # [B, T] or [B]
     values, seen = {}, {}
     for site, spec in sites.items():
-        given = observations[site]
-        value = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).to(taken.device)
+        what = f"{argument}['{site}']"
+        value = as_tensor(what, observations[site]).to(taken.device)
         shape = (*axes, *spec.shape)
         require(
             _squeezed(value.shape[len(axes) :]) == _squeezed(spec.shape) and value.shape[: len(axes)] == axes,
-            f"{argument}['{site}']",
+            what,
             tuple(value.shape),
             f"shape {list(shape)}",
         )
         value = value.reshape(shape)
-        event_axes = tuple(range(len(axes) + len(spec.plates), value.dim()))
+        plates = (*axes, *spec.plates)
         if observed is None:
-            missing = torch.isnan(value) if value.is_floating_point() else torch.zeros_like(value).bool()
-            flags = ~(missing.any(event_axes) if event_axes else missing)
+            flags = ~torch.isnan(value).reshape(*plates, -1).any(-1)
         else:
-            given = observed[site]
-            flags = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given)).to(
-                taken.device
-            )
+            flags = as_tensor(f"{whether}['{site}']", observed[site]).to(taken.device)
             require(flags.dtype == torch.bool, f"{whether}['{site}']", flags.dtype, "booleans")
             require(
-                flags.shape == (*axes, *spec.plates) or flags.shape == axes,
+                flags.shape in (plates, axes),
                 f"{whether}['{site}']",
                 tuple(flags.shape),
-                f"shape {[*axes, *spec.plates]}",
+                f"shape {list(plates)}",
             )
-            flags = _right(flags, flags.new_empty((*axes, *spec.plates))).expand(*axes, *spec.plates)
-        flags = flags & _right(taken, flags)
-        _require_finite(f"{argument}['{site}']", value, flags)
-        value = torch.where(_right(flags, value), value, torch.zeros_like(value))
-        values[site], seen[site] = value.to(spec.dtype), flags
+            flags = on_the_right(flags, flags.new_empty(plates)).expand(plates)
+        flags = flags & on_the_right(taken, flags)
+        _require_finite(what, value, flags)
+        value = as_type(what, filled(value, flags), spec.dtype, flags)
+        _require_support(what, value, spec, flags)
+        values[site], seen[site] = value, flags
     return values, seen
+
+
+def _require_sites(argument: str, given: Any, sites: Mapping[str, ObservationSite]) -> None:
+    expected = f"the sites {sorted(sites)}"
+    require(isinstance(given, Mapping), argument, given, f"a mapping from {expected} to arrays")
+    require(set(given) == set(sites), argument, sorted(map(str, given)), expected)
+
+
+def _require_support(argument: str, value: Tensor, spec: ObservationSite, flags: Tensor) -> None:
+    if spec.support is None:
+        return
+    bad = ~spec.support.check(value).reshape(flags.shape) & flags
+    if bool(bad.any()):
+        found = value[bad][0]
+        shown = found.item() if found.numel() == 1 else found.tolist()
+        raise rejected(argument, f"{shown} at {place_of(bad)}", f"values within {spec.support}")
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _read_states(states: Any, spec: Any, reached: Tensor) -> Any:
+def _read_states(states: Any, model: CPOMDP, spec: Any, reached: Tensor) -> Any:
     names = sorted(name for name, _ in leaves(spec))
     found = sorted(name for name, _ in leaves(states))
-    require(found == names, "states", found, f"the components {names}")
+    require(structure(states) == structure(spec), "states", found, f"the components {names}")
 
     def read(leaf: Leaf, values: Any) -> Tensor:
-        tensor = torch.as_tensor(values if isinstance(values, Tensor) else np.asarray(values))
+        tensor = as_tensor("states", values).to(reached.device)
         shape = (*reached.shape, *leaf.shape)
         require(tensor.shape == shape, "states", tuple(tensor.shape), f"shape {list(shape)}")
-        tensor = tensor.to(reached.device, leaf.dtype)
         _require_finite("states", tensor, reached)
+        tensor = as_type("states", filled(tensor, reached), leaf.dtype, reached)
+        if model.states is not None:
+            bad = (tensor < 0) | (tensor >= model.states)
+            if bool(bad.any()):
+                where = f"{tensor[bad][0].item()} at {place_of(bad)}"
+                raise rejected("states", where, f"indices 0 to {model.states - 1}")
         return tensor
 
     return map_state(read, spec, states)

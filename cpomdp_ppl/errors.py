@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,11 +68,26 @@ def require(condition: bool, argument: str, value: Any, expected: str) -> None:
         raise rejected(argument, value, expected)
 
 
-def require_count(argument: str, value: Any) -> None:
-    """Raise unless `value` is a positive integer (a `bool` is not one)."""
-    require(
-        isinstance(value, int) and not isinstance(value, bool) and value > 0,
-        argument,
-        value,
-        "a positive integer",
-    )
+def whole_number(value: Any) -> int | None:
+    """An integer of whatever make (NumPy's, for instance) as an `int`; None if it is not one, or a `bool`."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def require_count(argument: str, value: Any) -> int:
+    """Raise unless `value` is a positive integer (a `bool` is not one); return it as an `int`."""
+    number = whole_number(value)
+    if number is None or number < 1:
+        raise rejected(argument, value, "a positive integer")
+    return number
+
+
+def require_model(model: Any) -> None:
+    """Raise unless `model` is a complete CPOMDP, not a class or something else."""
+    proper = not isinstance(model, type) and hasattr(model, "require_definition")
+    require(proper, "model", model, "an instance of a CPOMDP")
+    model.require_definition()

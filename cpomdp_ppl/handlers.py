@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions import MaskedDistribution
+from pyro.distributions import Independent, MaskedDistribution, MixtureSameFamily
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
@@ -35,8 +35,8 @@ class Batched(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         fn = msg["fn"]
         shape = getattr(fn, "batch_shape", self.shape)  # a plate's own message has none
-        if shape == self.shape:
-            return
+        if shape == self.shape and not isinstance(base_of(fn), MixtureSameFamily):
+            return  # (a mixture's two parts may differ in shape, and only `expand` makes them agree)
         if not shape and msg["value"] is None:
             msg["args"] = (self.shape,)  # as good as to expand, and quicker
             return
@@ -52,6 +52,9 @@ class Batched(Messenger):
 class Recorded(Messenger):
     """Keep every sample site a program visits, and name it after its time: `x` becomes `x_3`.
 
+    A plate has a site, too, which ends here: two programs may both have a plate of the same name.
+    What `pyro.deterministic` notes is renamed, but is no sample site.
+
     Args:
         time: The suffix; None leaves names alone.
 
@@ -66,14 +69,24 @@ class Recorded(Messenger):
         self.sites: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            msg["stop"] = True
+            return
         name = msg["name"]
         if self.time is not None:
             msg["name"] = f"{name}_{self.time}"
-        if site_is_subsample(msg):
+        if msg["is_observed"] and msg["infer"].get("_deterministic"):
             return
         if name in self.sites:
             raise ValueError(f"two sample sites are named '{name}'")
         self.sites[name] = msg
+
+
+def base_of(fn: Any) -> Any:
+    """A distribution without its masks and reinterpreted axes."""
+    while isinstance(fn, (MaskedDistribution, Independent)):
+        fn = fn.base_dist
+    return fn
 
 
 def mask_of(site: Any) -> Tensor | bool:

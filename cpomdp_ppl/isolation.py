@@ -11,7 +11,7 @@ import numpy as np
 import pyro
 import torch
 
-from cpomdp_ppl.errors import require
+from cpomdp_ppl.errors import rejected, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,27 +22,24 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
     """Seed every random number generator inside, and put everything back outside.
 
     Restored on exit: the generators of torch, NumPy and `random`, Pyro's param store (which can be
-    read inside) and its validation flag.
+    read inside), and the validation flags of Pyro and torch.
 
     Args:
         seed: Seed for all three generators; None takes fresh entropy.
         validate: Whether distributions check their arguments inside.
     """
-    if seed is None:
-        seed = secrets.randbits(32)
-    require(
-        isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32,
-        "seed",
-        seed,
-        "None or an integer from 0 to 2**32 - 1",
-    )
+    number = secrets.randbits(32) if seed is None else whole_number(seed)
+    if number is None or not 0 <= number < 2**32:
+        raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its own flag
     store = pyro.get_param_store()
     try:
         with torch.random.fork_rng(), store.scope(store.get_state()), pyro.validation_enabled(validate):
-            _seed(seed)
+            _seed(number)
             yield
     finally:
+        pyro.settings.set(validate_distributions_torch=torch_validates)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 

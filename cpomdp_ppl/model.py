@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyro
@@ -12,11 +13,11 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from cpomdp_ppl.check import definition_faults, program_faults
-from cpomdp_ppl.errors import ModelError, require_count
+from cpomdp_ppl.errors import ModelError, require_count, whole_number
 from cpomdp_ppl.rollout import rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.policy import Decision, History, Policy
@@ -39,7 +40,8 @@ class CPOMDP(PyroModule):
         contexts: Their names, or how many there are.
         actions: Their names, or how many there are.
         horizon: Number of steps T of an episode.
-        context_prior: Probabilities `[C]`; None means uniform.
+        context_prior: Probabilities `[C]`, which may be a `PyroParam`, a parameter or a buffer; None, or not
+            set, means uniform.
         states: How many states there are, if finitely many; a state is then an index `0 … states - 1`.
         initial_observation: Whether the agent sees something before its first action; `observation` is
             then also called with `action=None`.
@@ -63,7 +65,7 @@ class CPOMDP(PyroModule):
     contexts: Sequence[str] | int
     actions: Sequence[str] | int
     horizon: int
-    context_prior: Sequence[float] | Tensor | None = None
+    context_prior: Sequence[float] | Tensor | None  # no default: it would hide a parameter of this name
     states: int | None = None
     initial_observation: bool = False
     max_plate_nesting: int = 0
@@ -92,12 +94,12 @@ class CPOMDP(PyroModule):
     @property
     def num_contexts(self) -> int:
         """Number of contexts C."""
-        return self.contexts if isinstance(self.contexts, int) else len(self.contexts)
+        return _number(self.contexts)
 
     @property
     def num_actions(self) -> int:
         """Number of actions."""
-        return self.actions if isinstance(self.actions, int) else len(self.actions)
+        return _number(self.actions)
 
     @property
     def context_names(self) -> tuple[str, ...]:
@@ -118,9 +120,20 @@ class CPOMDP(PyroModule):
 
     def prior(self) -> Tensor:
         """Prior probabilities of the contexts, `[C]`."""
-        if self.context_prior is None:
+        prior = getattr(self, "context_prior", None)
+        if prior is None:
             return torch.full((self.num_contexts,), 1.0 / self.num_contexts, device=self.device)
-        return torch.as_tensor(self.context_prior, dtype=torch.get_default_dtype(), device=self.device)
+        return torch.as_tensor(prior, dtype=torch.get_default_dtype(), device=self.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, programs may be called one by one, and see learned values as in a call of the whole model.
+
+        A `PyroParam` then has the value of Pyro's param store, if that knows it, and is written to the
+        store otherwise; use this inside `isolated` to leave the caller's store as it was.
+        """
+        with self._pyro_context:
+            yield
 
     def forward(
         self, policy: Policy | Callable[[History], Decision], num_episodes: int | None = None
@@ -128,7 +141,10 @@ class CPOMDP(PyroModule):
         """The whole episode as one Pyro program.
 
         Sites are named after their time: `context`, `x_0`, `a_0`, `z_1`, `x_1`, … for a model whose
-        programs sample `x` and `z`. Trace it, condition it, render it, or hand it to any Pyro inference.
+        programs sample `x` and `z`. Works under `trace`, `condition`, `do`, `replay`, `Predictive` and `SVI`
+        with `Trace_ELBO`, and can be rendered. Handlers that add axes of their own on the left (parallel
+        enumeration, vectorized particles) do not work: the episodes returned have no room for them.
+        What the policy itself samples is hidden from all of them; its params are not.
         To merely draw episodes, `simulate` is faster and takes a seed.
 
         Args:
@@ -153,7 +169,7 @@ class CPOMDP(PyroModule):
         if num_episodes is None:
             context = pyro.sample("context", dist.Categorical(prior))
             return rollout(self, policy, context.reshape(()), prior)
-        require_count("num_episodes", num_episodes)
+        num_episodes = require_count("num_episodes", num_episodes)
         with pyro.plate("episodes", num_episodes, dim=-1 - self.max_plate_nesting):
             context = pyro.sample("context", dist.Categorical(prior))
             plated = (num_episodes, *[1] * self.max_plate_nesting)
@@ -179,5 +195,11 @@ class CPOMDP(PyroModule):
             raise ModelError(type(self).__name__, faults)
 
 
+def _number(names: Sequence[str] | int) -> int:
+    number = whole_number(names)
+    return len(names) if number is None else number  # type: ignore[arg-type]
+
+
 def _names(names: Sequence[str] | int) -> tuple[str, ...]:
-    return tuple(map(str, range(names))) if isinstance(names, int) else tuple(names)
+    number = whole_number(names)
+    return tuple(names) if number is None else tuple(map(str, range(number)))  # type: ignore[arg-type]

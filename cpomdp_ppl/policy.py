@@ -56,9 +56,16 @@ class History:
         return self.percepts[-1]
 
     @property
+    def num_episodes(self) -> int:
+        """How many episodes B there are."""
+        return next(iter(self.percepts[0].observed.values())).shape[0]
+
+    @property
     def actions(self) -> Tensor:
-        """All actions so far, `[B, t]`; not defined at t = 0."""
-        require(self.time > 0, "History.actions", "t = 0", "to be asked for after the first action")
+        """All actions so far, `[B, t]`."""
+        if not self.time:
+            flags = next(iter(self.percepts[0].observed.values()))
+            return torch.zeros(len(flags), 0, dtype=torch.long, device=flags.device)
         return stack_in_time([p.action for p in self.percepts[1:]], 1)  # type: ignore[no-any-return]
 
     @property
@@ -125,7 +132,7 @@ class RandomPolicy:
     num_actions: int
 
     def __post_init__(self) -> None:
-        require_count("num_actions", self.num_actions)
+        object.__setattr__(self, "num_actions", require_count("num_actions", self.num_actions))
 
     def start(self, prior: Tensor) -> UniformActions:
         """The decision, which is always the same."""
@@ -146,12 +153,15 @@ class FunctionPolicy:
         function: Takes a `History` and returns actions `[B]` or a `Categorical` over them.
 
     Example:
-        >>> go_right = FunctionPolicy(lambda history: torch.ones(8, dtype=torch.long))
+        >>> go_right = FunctionPolicy(lambda history: torch.ones(history.num_episodes, dtype=torch.long))
         >>> look_first = FunctionPolicy(
         ...     lambda history: torch.where(history.observed["z"].sum(1) < 3, 2, 1))
     """
 
     function: Callable[[History], Decision]
+
+    def __post_init__(self) -> None:
+        require(callable(self.function), "function", self.function, "a function of a History")
 
     def start(self, prior: Tensor) -> None:
         """A function remembers nothing."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.episodes import Episodes, filled
-from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.errors import ModelError, rejected
 from cpomdp_ppl.handlers import Recorded, mask_of
-from cpomdp_ppl.policy import Decision, History, Percept, Policy, as_policy
+from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import map_state, stack_in_time
 
@@ -44,27 +46,32 @@ def rollout(
     c = context.reshape(S + own)
     B = S[0] if S else 1
 
+    # What a policy samples is its own business; what it learns (its params) is not.
+    private = poutine.block(hide_types=["sample", "observe"])
+
     with Recorded(0):
         state = sig.broadcast(model.initial(c), S)
     percept = _blind(sig, B, context.device)
     if model.initial_observation:
         with Recorded(0) as seen:
             model.observation(state, None, c)
-        percept = _percept(sig, seen, None, B)
+        percept = _percept(sig, seen, None, S)
 
     history = History((percept,))
-    memory = policy.start(prior.expand(B, model.num_contexts))
+    with private:
+        memory = policy.start(prior.expand(B, model.num_contexts))
     states, rewards = [state], []
     for t in range(model.horizon):
-        decision, memory = policy.act(history, memory)
+        with private:
+            decision, memory = policy.act(history, memory)
         a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, own))
-        rewards.append(model.reward(state, a, c).expand(S + own).reshape(B))
+        rewards.append(_by_episode(_as_reward(model.reward(state, a, c)), S, own).reshape(B))
         with Recorded(t + 1):
             state = sig.broadcast(model.transition(state, a, c), S)
         with Recorded(t + 1) as seen:
             model.observation(state, a, c)
         states.append(state)
-        history = history.extended(_percept(sig, seen, a.expand(S + own).reshape(B), B))
+        history = history.extended(_percept(sig, seen, _by_episode(a, S, own).reshape(B), S))
 
     return Episodes(
         actions=history.actions,
@@ -96,34 +103,47 @@ def _blind(sig: Signature, B: int, device: torch.device) -> Percept:
     )
 
 
-def _percept(sig: Signature, seen: Recorded, action: Tensor | None, B: int) -> Percept:
+def _percept(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.Size) -> Percept:
+    if seen.sites.keys() != sig.observations.keys():
+        fault = f"observation: has the sites {list(seen.sites)}, but {list(sig.observations)} for action 0"
+        raise ModelError(sig.model, [fault])
     observations, observed = {}, {}
     for name, spec in sig.observations.items():
         site = seen.sites[name]
-        mask = mask_of(site)
-        value = site["value"].reshape(B, *spec.shape)
-        flags = torch.as_tensor(mask, device=value.device).expand(_batch_shape(site)).reshape(B, *spec.plates)
-        observations[name] = filled(value, flags)
+        value = site["value"]
+        mask = torch.as_tensor(mask_of(site), device=value.device)
+        flags = _by_episode(mask, S, spec.plates)
+        observations[name] = filled(_by_episode(value, S, spec.shape), flags)
         observed[name] = flags
     return Percept(action, observations, observed)
 
 
-def _batch_shape(site: Any) -> torch.Size:
-    """The site's batch shape as drawn; `Batched` may have left the distribution itself unexpanded."""
-    value = site["value"]
-    return value.shape[: value.dim() - site["fn"].event_dim]  # type: ignore[no-any-return]
+def _by_episode(tensor: Tensor, S: torch.Size, shape: tuple[int, ...]) -> Tensor:
+    """Broadcast to `[B, *shape]`; constants, and values given by `pyro.condition`, may have fewer axes."""
+    if tensor.shape != S + shape:
+        tensor = tensor.expand(S + shape)
+    return tensor if S else tensor[None]
+
+
+def _as_reward(reward: Tensor | float) -> Tensor:
+    """A reward as a real number: programs may well return a comparison, or a constant."""
+    if isinstance(reward, Tensor) and reward.is_floating_point():
+        return reward
+    return torch.as_tensor(reward, dtype=torch.get_default_dtype())
 
 
 def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple[int, ...]) -> Any:
     """A decision as the distribution of the action site, with the engine's axes."""
     B = S[0] if S else 1
-    if isinstance(decision, dist.Categorical):
-        logits: Tensor = decision.logits
-        if logits.shape != (B, num_actions):
-            raise rejected("policy", f"logits of shape {list(logits.shape)}", f"shape [{B}, {num_actions}]")
-        if S + own == (B,):
+    if isinstance(decision, torch.distributions.Categorical):
+        shape = decision.param_shape
+        if shape != (B, num_actions):
+            raise rejected("policy", f"logits of shape {list(shape)}", f"shape [{B}, {num_actions}]")
+        if not isinstance(decision, UniformActions):
+            _require_probabilities(decision)
+        if S + own == (B,) and isinstance(decision, dist.Categorical):
             return decision
-        return dist.Categorical(logits=logits.reshape(S + own + (num_actions,)))
+        return dist.Categorical(logits=decision.logits.reshape(S + own + (num_actions,)))
     if not isinstance(decision, Tensor):
         raise rejected("policy", decision, "actions [B] or a Categorical over them")
     if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
@@ -133,3 +153,11 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple
     if lowest < 0 or highest >= num_actions:
         raise rejected("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
     return dist.Delta(decision.long().reshape(S + own))
+
+
+def _require_probabilities(decision: torch.distributions.Categorical) -> None:
+    by_probability = "probs" in vars(decision)  # what is not given is computed only when it is asked for
+    lowest = float((decision.probs if by_probability else decision.logits).min())  # NaN if any is
+    if not lowest >= (0.0 if by_probability else -math.inf):
+        what = "probabilities" if by_probability else "logits"
+        raise rejected("policy", f"{what} as low as {lowest}", "proper probabilities")

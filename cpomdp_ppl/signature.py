@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
+from cpomdp_ppl.errors import ModelError
 from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.isolation import isolated
-from cpomdp_ppl.state import State, map_state
+from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.distributions.constraints import Constraint
 
     from cpomdp_ppl.model import CPOMDP
 
@@ -35,11 +39,13 @@ class ObservationSite:
         shape: Shape right of the engine's axes: the program's own plates, then the event.
         plates: The part of `shape` that is plates; a mask has this shape.
         dtype: Of the values.
+        support: Where values lie, if that does not depend on the distribution's parameters.
     """
 
     shape: torch.Size
     plates: torch.Size
     dtype: torch.dtype
+    support: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -49,19 +55,35 @@ class Signature:
     Attributes:
         state: A `Leaf` in place of every tensor of the state.
         observations: The observation sites by name.
+        model: Name of the model's class.
     """
 
     state: Any
     observations: Mapping[str, ObservationSite]
+    model: str = "CPOMDP"
 
     def broadcast(self, state: State, batch_shape: torch.Size) -> State:
-        """Expand a state that a program returned to the full batch; constants lack its axes."""
+        """Expand a state that a program returned to the full batch; constants lack its axes.
+
+        Raises:
+            ModelError: If it is not a state like those that `initial` returns.
+        """
 
         def expand(leaf: Leaf, tensor: Tensor) -> Tensor:
             full = batch_shape + leaf.shape
             return tensor if tensor.shape == full else tensor.expand(full)
 
-        return map_state(expand, self.state, state)  # type: ignore[no-any-return]
+        try:
+            if isinstance(self.state, Leaf) or structure(state) == structure(self.state):
+                return map_state(expand, self.state, state)  # type: ignore[no-any-return]
+        except (AttributeError, RuntimeError) as error:  # not a tensor, or of another shape
+            raise ModelError(self.model, [self._fault(state, batch_shape)]) from error
+        raise ModelError(self.model, [self._fault(state, batch_shape)])
+
+    def _fault(self, state: Any, batch_shape: torch.Size) -> str:
+        found = {name: list(getattr(leaf, "shape", [type(leaf).__name__])) for name, leaf in leaves(state)}
+        expected = {name: list(batch_shape + leaf.shape) for name, leaf in leaves(self.state)}
+        return f"transition: returns a state of shapes {found}, but expected (or to broadcast to) {expected}"
 
 
 def signature(model: CPOMDP) -> Signature:
@@ -82,7 +104,7 @@ def read_signature(model: CPOMDP) -> Signature:
     """As `signature`, for callers that have isolated themselves already. Draws random numbers."""
     own = (1,) * model.max_plate_nesting
     zero = torch.zeros(own, dtype=torch.long, device=model.device)
-    with torch.no_grad(), poutine.block(), Batched((), model.max_plate_nesting):
+    with torch.no_grad(), poutine.block(), model.running(), Batched((), model.max_plate_nesting):
         state = model.initial(zero)
         with Recorded() as program:
             model.observation(state, zero, zero)
@@ -90,10 +112,23 @@ def read_signature(model: CPOMDP) -> Signature:
     for name, site in program.sites.items():
         value = site["value"]
         plates = value.shape[: value.dim() - site["fn"].event_dim]
-        sites[name] = ObservationSite(
-            value.shape, plates if model.max_plate_nesting else plates[:0], value.dtype
-        )
-    return Signature(map_state(_leaf, state), sites)
+        plates = plates if model.max_plate_nesting else torch.Size()
+        sites[name] = ObservationSite(value.shape, plates, value.dtype, fixed_support(site["fn"]))
+    return Signature(map_state(_leaf, state), sites, type(model).__name__)
+
+
+def fixed_support(fn: Any) -> Constraint | None:
+    """Where a distribution's values lie, unless that depends on its parameters or on rounding."""
+    try:
+        support: Any = fn.support
+    except NotImplementedError:
+        return None
+    base = support
+    while isinstance(base, constraints.independent):
+        base = base.base_constraint
+    exact = base.is_discrete or base.event_dim == 0  # a simplex, say, holds only up to rounding
+    plain = all(value is None or isinstance(value, int | float | str) for value in vars(base).values())
+    return support if exact and plain else None
 
 
 def _leaf(tensor: Tensor) -> Leaf:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import ModelError, require, require_count
+from cpomdp_ppl.arrays import are_probabilities, as_indices, as_tensor
+from cpomdp_ppl.errors import ModelError, require, require_count, require_model
 from cpomdp_ppl.handlers import Batched
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.rollout import rollout
@@ -26,7 +28,7 @@ def simulate(
     policy: Policy | Callable[[History], Decision],
     num_episodes: int,
     *,
-    contexts: int | Sequence[int] | Tensor | str | None = None,
+    contexts: int | str | Sequence[int | str] | Tensor | None = None,
     prior: Sequence[float] | Tensor | None = None,
     seed: int | None = None,
 ) -> Episodes:
@@ -36,11 +38,13 @@ def simulate(
         model: The CPOMDP.
         policy: Who acts: a `Policy`, or a function from a `History` to actions.
         num_episodes: How many episodes B.
-        contexts: The true contexts: one for all, one for each episode `[B]`, or `"balanced"` for each
-            context equally often (as far as B allows). Left out, they are drawn from the prior.
+        contexts: The true contexts, by index or name: one for all, one for each episode `[B]`, or
+            `"balanced"` for each context equally often (as far as B allows). Left out, they are drawn from
+            the prior.
         prior: Prior over contexts, `[C]`, or one for each episode `[B, C]`; the model's if left out.
         seed: The same seed gives the same episodes; left out, fresh entropy is taken. The caller's
-            random number generators, param store and validation flag stay as they were.
+            random number generators, param store and validation flags stay as they were, and handlers
+            around this call see nothing of it.
 
     Returns:
         The episodes, with everything about them known.
@@ -56,11 +60,17 @@ def simulate(
         >>> simulate(model, RandomPolicy(model.num_actions), 1000, contexts="balanced", seed=0)
         Episodes(B=1000, T=20, sites=['z'], known=['contexts', 'states', 'rewards', 'returns'], device='cpu')
     """
-    model.require_definition()
-    require_count("num_episodes", num_episodes)
-    p = model.prior() if prior is None else as_prior(prior, model, num_episodes)
-    with isolated(seed), torch.no_grad(), Batched((num_episodes,), model.max_plate_nesting):
-        c = _contexts(contexts, p, model, num_episodes)
+    require_model(model)
+    B = require_count("num_episodes", num_episodes)
+    with (
+        isolated(seed),
+        torch.no_grad(),
+        poutine.block(),
+        model.running(),
+        Batched((B,), model.max_plate_nesting),
+    ):
+        p = model.prior() if prior is None else as_prior(prior, model, B)
+        c = _contexts(contexts, p, model, B)
         episodes = rollout(model, policy, c, p)
     _require_finite(model, episodes)
     return episodes
@@ -68,13 +78,12 @@ def simulate(
 
 def as_prior(prior: Sequence[float] | Tensor, model: CPOMDP, num_episodes: int) -> Tensor:
     """Check a prior over contexts, `[C]` or `[B, C]`, and return it as a tensor."""
-    p = torch.as_tensor(prior, dtype=torch.get_default_dtype(), device=model.device)
+    p = as_tensor("prior", prior).to(model.device, torch.get_default_dtype())
     C = model.num_contexts
     require(
         p.shape in ((C,), (num_episodes, C)), "prior", list(p.shape), f"shape [{C}] or [{num_episodes}, {C}]"
     )
-    proper = bool((p >= 0).all()) and bool(torch.isclose(p.sum(-1), p.new_ones(()), atol=1e-5).all())
-    require(proper, "prior", p.tolist(), "non-negative probabilities that sum to 1")
+    require(are_probabilities(p), "prior", p.tolist(), "non-negative probabilities that sum to 1")
     return p
 
 
@@ -82,34 +91,40 @@ def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
     C = model.num_contexts
     if contexts is None:
         # By inverting the distribution function; `multinomial` is many times slower.
-        u = torch.rand(B, *[1] * (prior.dim() - 1), device=model.device)
-        return torch.searchsorted(prior.cumsum(-1), u).clamp(max=C - 1).reshape(B)
-    if isinstance(contexts, str):
-        require(contexts == "balanced", "contexts", contexts, 'indices, "balanced" or None')
+        # Divided by its last value, it is exactly 1 from the last possible context on.
+        u = torch.rand(B, *[1] * (prior.dim() - 1), dtype=prior.dtype, device=model.device)
+        total = prior.cumsum(-1)
+        return torch.searchsorted(total / total[..., -1:], u, right=True).clamp(max=C - 1).reshape(B)
+    if isinstance(contexts, str) and contexts == "balanced":
         return torch.arange(B, device=model.device) % C
-    c = torch.as_tensor(contexts, device=model.device)
-    integral = not c.is_floating_point() and c.dtype != torch.bool
-    require(integral, "contexts", c.dtype, "integer indices")
+    if isinstance(contexts, str):
+        known = contexts in model.context_names
+        require(known, "contexts", contexts, f'"balanced" or a name out of {list(model.context_names)}')
+    c = as_indices("contexts", contexts, model.context_names).to(model.device)
     require(c.shape in ((), (B,)), "contexts", list(c.shape), f"a single index or shape [{B}]")
     low, high = (int(extreme) for extreme in c.aminmax())
     require(low >= 0 and high < C, "contexts", f"indices from {low} to {high}", f"indices 0 to {C - 1}")
-    return c.long().expand(B)
+    return c.expand(B)
 
 
 def _require_finite(model: CPOMDP, episodes: Episodes) -> None:
     """A program that left the reals must not pass for data."""
-    produced: list[tuple[str, str, Any]] = [("reward", "the reward", episodes.rewards)]
-    produced += [("transition", f"'{name}'", leaf) for name, leaf in leaves(episodes.states)]
-    produced += [("observation", f"site '{site}'", values) for site, values in episodes.observations.items()]
+    produced: list[tuple[str, str, Any, int]] = [("reward", "the reward", episodes.rewards, 0)]
+    produced += [("transition", f"'{name}'", leaf, 0) for name, leaf in leaves(episodes.states)]
+    for site, values in (episodes.initial_observations or {}).items():
+        produced.append(("observation", f"site '{site}'", values[:, None], 0))
+    produced += [("observation", f"site '{site}'", seen, 1) for site, seen in episodes.observations.items()]
     faults = []
-    for method, what, values in produced:
+    for method, what, values, first in produced:
         if values.is_floating_point() and not bool(torch.isfinite(values.sum())):
             if bool(torch.isfinite(values).all()):  # the sum itself overflowed
                 continue
             b, t = (~torch.isfinite(values)).nonzero()[0, :2].tolist()
             context = model.context_names[int(episodes.contexts[b])]  # type: ignore[index]
+            wrong = values[b, t][~torch.isfinite(values[b, t])][0]
+            program = "initial" if method == "transition" and t == 0 else method
             faults.append(
-                f"{method}: {what} is {values[b, t].flatten()[0]} at time {t} of episode {b} "
+                f"{program}: {what} is {wrong} at time {t + first} of episode {b} "
                 f"in context '{context}'; it must be finite"
             )
     if faults:

@@ -28,13 +28,18 @@ def map_state(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     return function(state, *others)
 
 
-def leaves(state: Any, name: str = "state") -> Iterator[tuple[str, Any]]:
+def leaves(state: Any, path: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its path: `state`; or `position`, `pose.heading` and so on."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            yield from leaves(value, key if name == "state" else f"{name}.{key}")
+            yield from leaves(value, f"{key}" if path is None else f"{path}.{key}")
     else:
-        yield name, state
+        yield "state" if path is None else path, state
+
+
+def structure(state: Any) -> Any:
+    """What two states must have in common to be treated alike: the keys, all the way down."""
+    return {key: structure(value) for key, value in state.items()} if isinstance(state, Mapping) else None
 
 
 def stack_in_time(states: list[Any], time_axis: int) -> Any:

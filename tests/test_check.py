@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch.distributions import constraints
 
-from cpomdp_ppl import ModelError
+from cpomdp_ppl import ModelError, RandomPolicy, simulate
+from cpomdp_ppl.signature import signature
 from tests.programs import EyesOpen, Learnable, Plates, Walk
 
 BROKEN: dict[str, tuple[type[Walk], list[str]]] = {}
@@ -50,7 +52,7 @@ class WrongShapes(Walk):
         )
 
 
-@broken("transition: 'state' has shape", "does not broadcast to [2, 2, 3]")
+@broken("transition: 'state' has shape", "does not broadcast to [2, 13, 11]")
 class GrowingState(Walk):
     def transition(self, state, action, context):
         return state[..., None].expand(*state.shape, 5)
@@ -235,6 +237,115 @@ class NoInitialObservation(EyesOpen):
         pyro.sample("z", dist.Normal(state, 1.0 + action))
 
 
+@broken("transition: changes its arguments in place", "return new tensors")
+class InPlace(Walk):
+    def transition(self, state, action, context):
+        state += action
+        return state
+
+
+@broken("transition: changes its arguments in place")
+class InPlaceDict(Walk):
+    def initial(self, context):
+        return {"x": torch.zeros(())}
+
+    def transition(self, state, action, context):
+        state["x"] = state["x"] + 1.0
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state["x"], 1.0))
+
+    def reward(self, state, action, context):
+        return state["x"] * context
+
+
+@broken("observation: works for a single episode but not in a batch", "`.to_event` missing")
+class ForgotToEvent(Walk):
+    actions = 3
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(torch.zeros(3), 1.0))
+
+
+@broken("observation: works for a single episode but not in a batch", "`.to_event` missing")
+class ForgotToEventOfElevenNumbers(Walk):
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(torch.zeros(11), 1.0))
+
+
+@broken("observation: site 'w' has batch shape [2, 13, 11, 4]", "expected [2, 13, 11, 1]", "plate missing")
+class ForgotPlate(Plates):
+    def observation(self, state, action, context):
+        pyro.sample("w", dist.Normal(torch.zeros(4), 1.0))
+
+
+@broken("observation: its sites differ between actions", "['z'] before the first action")
+class SitesDifferAtFirst(EyesOpen):
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 1.0))
+        if action is not None:
+            pyro.sample("w", dist.Normal(state, 1.0))
+
+
+@broken("observation: the mask of site 'z' depends on the hidden state", "before the first action")
+class InitialStateMask(EyesOpen):
+    def observation(self, state, action, context):
+        mask = state > 0 if action is None else torch.tensor(True)
+        pyro.sample("z", dist.Normal(state, 1.0).mask(mask))
+
+
+@broken("observation: the mask of site 'z' depends on the hidden state", "at time", "random actions")
+class LaterStateMask(Walk):
+    horizon = 20
+
+    def initial(self, context):
+        return torch.zeros(())
+
+    def transition(self, state, action, context):
+        return state + pyro.sample("up", dist.Bernoulli(0.5))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 1.0).mask(state < 3))
+
+
+@broken("observation: changes the model itself (log)")
+class KeepsLog(Walk):
+    def __init__(self):
+        super().__init__()
+        self.log = {"seen": [0.0]}
+
+    def observation(self, state, action, context):
+        self.log["seen"][0] += 1.0
+        pyro.sample("z", dist.Normal(state, 1.0))
+
+
+@broken("observation: raises at time 3 of an episode of random actions", "ValueError: too far")
+class ObservationFailsLater(Walk):
+    def initial(self, context):
+        return torch.zeros(())
+
+    def transition(self, state, action, context):
+        return state + 1.0
+
+    def observation(self, state, action, context):
+        if bool((state >= 3).any()):
+            raise ValueError("too far\nto see")
+        pyro.sample("z", dist.Normal(state, 1.0))
+
+
+@broken("initial: works in a batch but not for a single episode", "IndexError")
+class BatchOnly(Walk):
+    def initial(self, context):
+        return context.float() * context.shape[0]
+
+
+@broken("transition: returns a state of ['state']", "initial returns ['state']")
+class WrapsItsState(Walk):
+    def transition(self, state, action, context):
+        return {"state": state}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_program_is_named(name):
     model, words = BROKEN[name]
@@ -253,6 +364,8 @@ DEFINITIONS = [
     (dict(contexts="ab"), "contexts: expected a sequence of names"),
     (dict(contexts=("a", "a")), "contexts: expected different names"),
     (dict(contexts=0), "contexts: expected names or a positive number, got 0"),
+    (dict(contexts=2.0), "contexts: expected a sequence of names or a positive number, got 2.0"),
+    (dict(actions={"a", "b"}), "actions: expected a sequence of names or a positive number"),
     (dict(actions=[0, 1]), "actions: expected a sequence of names"),
     (dict(context_prior=(0.5, 0.6)), "context_prior: expected non-negative probabilities that sum to 1"),
     (dict(context_prior=(1.0,)), r"context_prior: expected shape \[2\]"),
@@ -311,3 +424,83 @@ def test_a_mask_may_depend_on_what_is_seen():
             pyro.sample("z", dist.Normal(state, 1.0).mask(detected.bool()))
 
     Detector().check()
+
+
+def test_the_observation_is_checked_even_if_nothing_moves():
+    class Both(Walk):
+        def transition(self, state, action, context):
+            raise RuntimeError("stuck")
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state, 1.0).mask(state > 0))
+
+    with pytest.raises(ModelError, match="Both has 2 faults") as caught:
+        Both().check()
+    assert "transition: raises for action '0' RuntimeError: stuck" in caught.value.faults
+    assert "observation: the mask of site 'z'" in caught.value.faults[1]
+
+
+def test_a_fault_is_told_once():
+    class Once(Walk):
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state, 1.0 if action == 0 else 2.0))
+
+    with pytest.raises(ModelError, match="Once has 1 fault"):
+        Once().check()
+
+
+def test_deterministic_sites_are_none_at_all():
+    class Noted(Walk):
+        def transition(self, state, action, context):
+            return pyro.deterministic("next", state + action)
+
+        def observation(self, state, action, context):
+            pyro.deterministic("twice", 2 * state)
+            pyro.sample("z", dist.Normal(state, 1.0))
+
+    Noted().check()
+    assert list(signature(Noted()).observations) == ["z"]
+    trace = pyro.poutine.trace(Noted()).get_trace(RandomPolicy(2), 3)
+    assert {"next_1", "twice_3"} <= set(trace.nodes)
+    simulate(Noted(), RandomPolicy(2), 3, seed=0)
+
+
+def test_a_reward_need_only_be_defined_before_the_move():
+    class Last(Walk):
+        horizon = 3
+
+        def initial(self, context):
+            return torch.zeros(())
+
+        def transition(self, state, action, context):
+            return state + 1.0
+
+        def reward(self, state, action, context):
+            return 1.0 / (3.0 - state)
+
+    Last().check()
+
+
+def test_densities_of_deltas_are_not_compared():
+    class Certain(Walk):
+        def transition(self, state, action, context):
+            return pyro.sample("x", dist.Delta((state * torch.tensor([0.1, 0.2]).sum()).sin()))
+
+    Certain().check()
+
+
+def test_numpy_numbers_define_a_model():
+    model = Walk()
+    model.contexts, model.actions, model.horizon = np.int64(2), np.int32(2), np.int64(3)
+    model.check()
+    episodes = simulate(model, RandomPolicy(np.int64(2)), np.int64(4), seed=np.int64(1))
+    assert episodes.actions.shape == (4, 3)
+
+
+def test_values_of_the_param_store_are_checked():
+    with pyro.get_param_store().scope():
+        pyro.param("drift", torch.tensor(3.0), constraint=constraints.positive)
+        Learnable().check()
+        pyro.get_param_store()["drift"] = torch.tensor(float("inf"))
+        with pytest.raises(ModelError, match="transition"):
+            Learnable().check()

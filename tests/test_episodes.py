@@ -7,13 +7,15 @@ import zipfile
 from dataclasses import fields
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
 from cpomdp_ppl.models import Beacons, LightDark
 from cpomdp_ppl.state import leaves, map_state
-from tests.programs import EyesOpen, Plates
+from tests.programs import EyesOpen, Plates, Walk
 
 NAN = float("nan")
 
@@ -77,6 +79,13 @@ def test_indexing(model):
     assert [len(one) for one in episodes] == [1] * 6
     with pytest.raises(IndexError, match="episode 6 out of 6"):
         episodes[6]
+    for index in (np.int64(2), torch.tensor(2), np.array([2]), slice(2, 3)):
+        assert equal(episodes[index], episodes[2])
+    for index in ([], slice(4, 2), torch.zeros(6, dtype=torch.bool)):
+        with pytest.raises(IndexError, match="no episode out of 6 is selected"):
+            episodes[index]
+    with pytest.raises(IndexError, match="indices in one axis"):
+        episodes[[[0, 1]]]
 
 
 def test_concatenation_undoes_slicing(model):
@@ -106,6 +115,38 @@ def test_saving_and_loading(make, tmp_path):
     episodes.save(tmp_path / "episodes.npz")
     assert equal(Episodes.load(tmp_path / "episodes.npz"), episodes)
     assert os.listdir(tmp_path) == ["episodes.npz"]
+
+
+def test_any_name_can_be_saved(tmp_path):
+    names = ["left/ear", "50%", "a b", "größe", "%2F", "file"]
+    values = {name: torch.full((2, 3), float(i)) for i, name in enumerate(names)}
+    seen = {name: torch.ones(2, 3).bool() for name in names}
+    states = {"pose/1": {"x/y": torch.zeros(2, 4)}}
+    episodes = Episodes(torch.zeros(2, 3).long(), values, seen, states=states)
+    episodes.save(tmp_path / "episodes.npz")
+    loaded = Episodes.load(tmp_path / "episodes.npz")
+    assert list(loaded.observations) == names
+    assert list(loaded.states) == ["pose/1"]
+    assert equal(loaded, episodes)
+
+
+def test_saving_needs_no_new_numpy(tmp_path, monkeypatch):
+    """Before 2.1, NumPy took `allow_pickle` for the name of an array."""
+    given = {}
+    monkeypatch.setattr(np, "savez_compressed", lambda file, **arrays: given.update(arrays))
+    drawn(LightDark()).save(tmp_path / "episodes.npz")
+    assert all(array.dtype != object for array in given.values())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_follow_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        drawn(LightDark()).save(tmp_path / "episodes.npz")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "episodes.npz").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -243,7 +284,7 @@ BAD_RECORDINGS = [
     ),
     (dict(actions=[[0, -1]]), "actions: expected 0 to 2"),
     (dict(actions=[["left", "up"]]), r"actions: expected names out of .*got \['up'\]"),
-    (dict(actions=[[0.5, 1.0]]), "actions: expected integers or names"),
+    (dict(actions=[[0.5, 1.0]]), "actions: expected integer indices or names"),
     (dict(actions=[0, 1]), "actions: expected an array of 2 axes"),
     (dict(actions=[[0] * 21], observations={"z": [[0.0] * 21]}), "actions: expected at most 20 steps"),
     (dict(observations={"y": [[0.0, 0.0]]}), r"observations: expected the sites \['z'\], got \['y'\]"),
@@ -259,6 +300,15 @@ BAD_RECORDINGS = [
     (dict(observed={"z": [[True]]}), r"observed\['z'\]: expected shape \[1, 2\]"),
     (dict(lengths=[3]), r"lengths: expected 1 to 2 steps in every episode, got \[3\]"),
     (dict(lengths=[0]), "lengths: expected 1 to 2 steps"),
+    (dict(lengths=[1.7]), r"lengths: expected values of torch.int64, got 1.7"),
+    (dict(actions=[[0, 1], [0]]), "actions: expected an array, rows all of the same length"),
+    (dict(actions={"a": 1}), "actions: expected an array of real numbers"),
+    (dict(observations=[[0.0, 1.0]]), r"observations: expected a mapping from the sites \['z'\]"),
+    (dict(observations={"z": [[0.0], [1.0, 2.0]]}), r"observations\['z'\]: expected an array, rows all"),
+    (dict(observations={"z": [[0.0, 1j]]}), r"observations\['z'\]: expected an array of real numbers"),
+    (dict(observations={"z": [["a", "b"]]}), r"observations\['z'\]: expected an array of real numbers"),
+    (dict(observations={"z": [[0.0, 1e300]]}), r"observations\['z'\]: expected values of torch.float32"),
+    (dict(observed=[[True, True]]), "observed: expected a mapping from the sites"),
     (dict(lengths=[1, 1]), r"lengths: expected shape \[1\]"),
     (dict(contexts=[2]), "contexts: expected 0 to 1"),
     (dict(contexts=["dark"]), "contexts: expected names out of"),
@@ -288,9 +338,21 @@ BAD_TENSORS = [
         r"observations\['z'\]: expected a tensor of shape \[2, 3, …\]",
     ),
     (dict(observed={"z": torch.zeros(2, 3)}), r"observed\['z'\]: expected booleans"),
-    (dict(contexts=torch.zeros(3).long()), r"contexts: expected a tensor of shape \[2, …\]"),
+    (dict(contexts=torch.zeros(3).long()), r"contexts: expected a tensor of shape \[2\]"),
     (dict(states=torch.zeros(2, 3)), r"states \(state\): expected a tensor of shape \[2, 4, …\]"),
     (dict(lengths=torch.tensor([0, 3])), "lengths: expected one step to 3 steps"),
+    (dict(actions=torch.zeros(2, 3)), "actions: expected torch.int64, got torch.float32"),
+    (dict(lengths=torch.ones(2)), "lengths: expected torch.int64"),
+    (dict(contexts=torch.zeros(2)), "contexts: expected torch.int64"),
+    (dict(contexts=torch.zeros(2, 1).long()), r"contexts: expected a tensor of shape \[2\], got \(2, 1\)"),
+    (dict(rewards=torch.zeros(2, 3, 1)), r"rewards: expected a tensor of shape \[2, 3\]"),
+    (dict(rewards=torch.zeros(2, 3).long()), "rewards: expected real numbers, got torch.int64"),
+    (dict(observations=[1]), "observations: expected a mapping from sites to tensors"),
+    (dict(observed={"z": torch.ones(2, 3, 4).bool()}), r"observed\['z'\]: expected the leading axes"),
+    (
+        dict(observations={"z": torch.tensor([[0.0, 1.0, 2.0], [0.0, NAN, 2.0]])}),
+        r"observations\['z'\]: expected numbers where observed, got nan at episode 1, step 1",
+    ),
 ]
 
 
@@ -303,3 +365,87 @@ def test_bad_tensors_are_named(arguments, message):
     )
     with pytest.raises(ValueError, match=message):
         Episodes(**(good | arguments))
+
+
+class Counts(Walk):
+    """Sites with integer values, and a finite state."""
+
+    states = 3
+
+    def initial(self, context):
+        return torch.zeros_like(context)
+
+    def transition(self, state, action, context):
+        return (state + action) % 3
+
+    def observation(self, state, action, context):
+        pyro.sample("side", dist.Bernoulli(0.5))
+        pyro.sample("door", dist.Categorical(torch.ones(3)))
+        pyro.sample("pair", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
+        pyro.sample("number", dist.Binomial(1.0 + state, 0.5))
+
+
+COUNTS = dict(side=[[0.0, 1.0]], door=[[2, 0]], pair=[[[0, 1], [1, 1]]], number=[[7.0, 0.0]])
+BAD_COUNTS = [
+    (dict(side=[[0.5, 1.0]]), r"observations\['side'\]: expected values within Boolean\(\), got 0.5"),
+    (dict(door=[[9, 0]]), r"observations\['door'\]: expected values within IntegerInterval.* got 9"),
+    (dict(door=[[0, 1.7]]), r"observations\['door'\]: expected values of torch.int64, got 1.7.*step 1"),
+    (dict(pair=[[[0, 1], [1, 2]]]), r"observations\['pair'\]: expected values within .*got \[1.0, 2.0\]"),
+    (dict(states=[[0, 1, 3]]), "states: expected indices 0 to 2, got 3 at episode 0, step 2"),
+    (dict(states=[[0, 1, 1.5]]), "states: expected values of torch.int64, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_COUNTS, ids=range(len(BAD_COUNTS)))
+def test_values_that_a_model_cannot_make_are_named(changes, message):
+    changes = dict(changes)
+    states = changes.pop("states", [[0.0, 1.0, 2.0]])
+    Episodes.from_arrays(Counts(), [[0, 1]], COUNTS, states=[[0, 1, 2]])
+    with pytest.raises(ValueError, match=message):
+        Episodes.from_arrays(Counts(), [[0, 1]], COUNTS | changes, states=states)
+
+
+def test_what_does_not_count_may_be_anything():
+    observed = {site: [[True, False]] for site in COUNTS}
+    given = COUNTS | dict(side=[[1.0, 0.5]], door=[[1.0, 9.5]])
+    episodes = Episodes.from_arrays(
+        Counts(), [[0, 1]], given, observed=observed, states=[[0, 2, NAN]], lengths=[1]
+    )
+    assert episodes.observations["door"].tolist() == [[1, 0]]
+    assert episodes.states.tolist() == [[0, 2, 0]]
+
+
+def test_rewards_keep_their_precision():
+    def dtype(rewards):
+        return Episodes.from_arrays(LightDark(), [[0, 2]], {"z": [[NAN, 1.0]]}, rewards=rewards).rewards.dtype
+
+    assert dtype(np.array([[0.1, 0.2]])) == torch.float64
+    assert dtype(np.array([[0.1, 0.2]], np.float32)) == torch.float32
+    assert dtype([[0.1, 0.2]]) == torch.float32
+    assert dtype(np.array([[1, 2]])) == torch.float32
+
+
+def test_arrays_of_every_make_are_read():
+    z = np.array([[0.5, 1.0], [1.5, 2.0]])
+    frozen = z.copy()
+    frozen.flags.writeable = False
+    for given in (
+        z[:, ::-1][:, ::-1],
+        z.astype(">f4"),
+        z.astype(np.longdouble),
+        frozen,
+        z.astype(np.float16),
+    ):
+        actions = np.array([[2, 2], [2, 2]], np.uint16)
+        episodes = Episodes.from_arrays(LightDark(), actions, {"z": given})
+        assert episodes.observations["z"].tolist() == z.tolist()
+    with pytest.raises(ValueError, match="model: expected an instance of a CPOMDP"):
+        Episodes.from_arrays(LightDark, [[0]], {"z": [[0.0]]})
+
+
+def test_episodes_do_not_change_with_the_arrays_they_were_read_from():
+    z = np.ones((1, 2))
+    episodes = Episodes.from_arrays(LightDark(), [[2, 2]], {"z": z}, rewards=z)
+    z[:] = 7.0
+    assert episodes.observations["z"].tolist() == [[1.0, 1.0]]
+    assert episodes.rewards.tolist() == [[1.0, 1.0]]

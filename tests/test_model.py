@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.inspect import get_model_relations
+from pyro.nn import PyroParam
+from torch.distributions import constraints
 
 from cpomdp_ppl import CPOMDP, ModelError, RandomPolicy, simulate
 from cpomdp_ppl.models import LightDark
@@ -181,3 +184,99 @@ def test_states_name_their_leaves(model):
     episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
     names = [name for name, _ in leaves(episodes.states)]
     assert names == (["position", "heading"] if type(model).__name__ == "Beacons" else ["state"])
+
+
+def test_a_scalar_condition_holds_for_every_episode():
+    data = {"z_1": torch.tensor(1.25), "x_2": torch.tensor(0.5), "a_1": torch.tensor(1)}
+    episodes = pyro.condition(Walk(), data)(RandomPolicy(2), 3)
+    assert episodes.observations["z"][:, 0].tolist() == [1.25] * 3
+    assert episodes.states[:, 2].tolist() == [0.5] * 3
+    assert episodes.actions[:, 1].tolist() == [1] * 3
+
+
+def test_what_the_documentation_promises_of_a_program():
+    model, policy = Walk(), RandomPolicy(2)
+    trace = poutine.trace(model).get_trace(policy, 3)
+    again = poutine.replay(model, trace)(policy, 3)
+    assert torch.equal(again.states, trace.nodes["_RETURN"]["value"].states)
+    pinned = poutine.do(model, {"a_0": torch.tensor(1)})(policy, 3)
+    assert pinned.actions[:, 0].tolist() == [1] * 3
+    samples = Predictive(model, num_samples=5)(policy)
+    assert samples["z_1"].reshape(-1).shape == (5,)
+
+
+@pytest.mark.parametrize("kind", ["PyroParam", "Parameter", "buffer", "class"])
+def test_a_prior_may_be_learned(kind):
+    p = torch.tensor([0.25, 0.75])
+    model = Walk()
+    if kind == "PyroParam":
+        model.context_prior = PyroParam(p, constraints.simplex)
+    elif kind == "Parameter":
+        model.context_prior = torch.nn.Parameter(p)
+    elif kind == "buffer":
+        model.register_buffer("context_prior", p)
+    else:
+        model = type("Classy", (Walk,), {"context_prior": p})()
+    torch.testing.assert_close(model.prior().detach(), p)
+    model.check()
+    with pyro.get_param_store().scope():
+        trace = poutine.trace(model).get_trace(RandomPolicy(2))
+    torch.testing.assert_close(trace.nodes["context"]["fn"].probs.detach(), p)
+    assert trace.nodes["context"]["fn"].probs.requires_grad == (kind in ("PyroParam", "Parameter"))
+    if kind == "PyroParam":
+        with pyro.get_param_store().scope():
+            pyro.param("context_prior", torch.tensor([1.0, 1e-9]), constraint=constraints.simplex)
+            assert not simulate(model, RandomPolicy(2), 50, seed=0).contexts.any()
+
+
+def test_what_may_be_set_on_an_instance():
+    class Free(Walk):
+        def __init__(self):
+            super().__init__()
+            self.states, self.initial_observation, self.max_plate_nesting = 5, True, 1
+
+        def initial(self, context):
+            return torch.zeros_like(context)
+
+        def transition(self, state, action, context):
+            return (state + action) % 5
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state.float(), 1.0))
+
+    Free().check()
+    assert simulate(Free(), RandomPolicy(2), 3, seed=0).initial_observations["z"].shape == (3, 1)
+
+
+def test_programs_may_share_the_names_of_plates():
+    class Shared(Walk):
+        max_plate_nesting = 1
+
+        def initial(self, context):
+            with pyro.plate("legs", 2):
+                return pyro.sample("x", dist.Normal(0.0, 1.0))
+
+        def transition(self, state, action, context):
+            with pyro.plate("legs", 2):
+                return pyro.sample("x", dist.Normal(state, 1.0))
+
+        def observation(self, state, action, context):
+            with pyro.plate("legs", 2):
+                pyro.sample("z", dist.Normal(state, 1.0))
+            with pyro.plate("a", 3):
+                pyro.sample("w", dist.Normal(0.0, 1.0))
+
+        def reward(self, state, action, context):
+            return state.sum(-1, keepdim=True)
+
+    Shared().check()
+    assert_batch_is_one_by_one(Shared())
+    trace = poutine.trace(Shared()).get_trace(RandomPolicy(2), 3)
+    assert trace.nodes["a_0"]["value"].shape == (3, 1)
+    assert simulate(Shared(), RandomPolicy(2), 3, seed=0).observations["w"].shape == (3, 3, 3)
+
+
+def test_no_key_of_a_state_is_special():
+    state = {"state": {"x": 1, "state": 2}, "y": 3}
+    assert dict(leaves(state)) == {"state.x": 1, "state.state": 2, "y": 3}
+    assert dict(leaves(5)) == {"state": 5}

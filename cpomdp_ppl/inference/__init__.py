@@ -1,0 +1,55 @@
+"""Per-context likelihoods, derived from a model's programs: one interface, several backends."""
+
+from __future__ import annotations
+
+from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.inference.backend import Backend
+from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
+from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.grid import GridFilter
+from cpomdp_ppl.inference.observable_operator import ObservableOperator
+from cpomdp_ppl.inference.online import OnlineFilter
+from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "ExtendedKalmanFilter",
+    "Filtering",
+    "GridFilter",
+    "ObservableOperator",
+    "OnlineFilter",
+    "ParticleFilter",
+    "Smoothing",
+    "UnscentedKalmanFilter",
+    "as_backend",
+]
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend
+    for backend in (
+        ParticleFilter,
+        ExtendedKalmanFilter,
+        UnscentedKalmanFilter,
+        ObservableOperator,
+        GridFilter,
+    )
+}
+"""The backends by the names that are accepted wherever a backend is."""
+
+
+def as_backend(likelihood: str | Backend) -> Backend:
+    """A backend by its name, with default settings, or as it is.
+
+    Example:
+        >>> as_backend("smc")
+        ParticleFilter(num_particles=256, resampling='systematic', ess_threshold=0.5, guide=None, \
+common_random_numbers=True, chunk=None)
+    """
+    if isinstance(likelihood, Backend):
+        return likelihood
+    if likelihood not in BACKENDS:
+        raise rejected("likelihood", likelihood, f"one of {list(BACKENDS)}, or a backend")
+    return BACKENDS[likelihood]()

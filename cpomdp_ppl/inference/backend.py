@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -18,17 +20,25 @@ from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.model import CPOMDP
+
+
+@contextmanager
+def inferring(model: CPOMDP, seed: int | None = None) -> Iterator[None]:
+    """Where recursions run: without gradients, seeded, out of sight of any handler, the caller left alone."""
+    with isolated(seed), torch.no_grad(), poutine.block(), model.running():
+        yield
 
 
 class Recursion(ABC):
     """One backend at work on one model: how a belief changes in a step.
 
     A belief is a dataclass of tensors whose first axes are `[C, B]`. All methods are called inside
-    `isolated` and `no_grad`.
+    `inferring`.
     """
 
     def __init__(self, model: CPOMDP) -> None:
@@ -102,9 +112,9 @@ class Backend(ABC):
             DensityError: If a program left the reals.
         """
         model.require_definition()
-        _require_same_sites(model, episodes)
-        with isolated(seed), torch.no_grad():
+        with inferring(model, seed):
             recursion = self.recursion(model)
+            require_same_sites(recursion, episodes)
             size = self.episodes_at_once(model, recursion)
             return Filtering.concatenate(
                 [
@@ -112,6 +122,19 @@ class Backend(ABC):
                     for i in range(0, len(episodes), size)
                 ]
             )
+
+    def online(
+        self,
+        model: CPOMDP,
+        num_episodes: int = 1,
+        *,
+        prior: Sequence[float] | Tensor | None = None,
+        seed: int | None = None,
+    ) -> OnlineFilter:
+        """The same filter, fed one step at a time; see `OnlineFilter`."""
+        from cpomdp_ppl.inference.online import OnlineFilter
+
+        return OnlineFilter(self, model, num_episodes, prior=prior, seed=seed)
 
 
 def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
@@ -135,7 +158,9 @@ def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
 
 def rows_observed(observed: Mapping[str, Tensor]) -> list[Tensor | None]:
     """For every time, the episodes in which anything was observed (flags `[T, B, …]`); None for all."""
-    anything = torch.stack([flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in observed.values()])
+    anything = torch.stack(
+        [flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in observed.values()]
+    )
     anything = anything.any(0)  # [T, B]
     counts = anything.sum(1).tolist()
     episode = anything.nonzero()[:, 1].split(counts)
@@ -156,11 +181,11 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
     model, B = recursion.model, len(episodes)
     belief = recursion.start(B)
     first = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
-    total = first
+    looks = []
     if model.initial_observation:
         seen = initial_step(episodes, offset)
         belief, first = recursion.look(belief, seen)
-        total = checked(model, total, first, seen)
+        looks.append((seen, first))
     means = [recursion.moments(belief)] if moments else []
     rewards, increments, ess, resampled = [], [], [], []
     for seen in steps(episodes, offset):
@@ -170,7 +195,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         if seen.alive is not None:
             belief = where_alive(seen.alive, belief, before)
             reward = torch.where(seen.alive, reward, 0.0)
-        total = checked(model, total, increment, seen)
+        looks.append((seen, increment))
         rewards.append(reward)
         increments.append(increment)
         if moments:
@@ -178,6 +203,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         if hasattr(belief, "ess"):
             ess.append(belief.ess)
             resampled.append(belief.resampled)
+    _require_possible(model, looks)
     error = getattr(recursion, "standard_error", None)
 
     def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
@@ -198,6 +224,15 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
     return result
 
 
+def _require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]]) -> None:
+    """Look at all increments at once, and only if something is wrong at one after the other."""
+    total: Tensor = torch.stack([increment for _, increment in looks]).sum(0)  # [C, B]
+    if not bool(torch.isfinite(total.amax(0)).all()):
+        total = torch.zeros_like(total)
+        for seen, increment in looks:
+            total = checked(model, total, increment, seen)
+
+
 def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Seen) -> Tensor:
     """Add an increment `[C, B]` to the log-likelihoods, unless it makes no sense."""
     total = total + increment
@@ -208,13 +243,14 @@ def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Seen) -> Tens
         if bool(bad.any()):
             c, b = bad.nonzero()[0].tolist()
             raise DensityError(
-                f"time {seen.time} of episode {b + seen.offset} in context '{model.context_names[c]}': "
+                f"time {seen.time} of episode {seen.episode(b)} in context '{model.context_names[c]}': "
                 f"the density of site {values} is {increment[c, b]}"
             )
         b = int((~torch.isfinite(highest)).nonzero()[0])
-        shown = ", ".join(f"'{s}' = {_plain(v[b])}" for s, v in seen.observations.items() if seen.observed[s][b].any())
+        sites = [site for site, flags in seen.observed.items() if bool(flags[b].any())]
+        shown = ", ".join(f"'{site}' = {_plain(seen.observations[site][b])}" for site in sites)
         raise DegenerateWeightsError(
-            f"time {seen.time} of episode {b + seen.offset}: no context can have produced site {shown} there; "
+            f"time {seen.time} of episode {seen.episode(b)}: no context can have produced site {shown}; "
             "either the data are not the model's, or all particles are elsewhere (try more of them)"
         )
     return total
@@ -226,9 +262,10 @@ def _plain(value: Tensor) -> Any:
 
 def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
     """Nothing silently becomes NaN: a state or reward that left the reals is an error."""
-    checks = [("reward", "the expected reward", result.expected_reward)]
+    checks: list[tuple[str, str, Tensor]] = []
     if result.state_mean is not None:
         checks += [("transition", f"'{name}'", leaf) for name, leaf in leaves(result.state_mean)]
+    checks += [("reward", "the expected reward", result.expected_reward)]
     for method, what, values in checks:
         if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             b, t, c = (~torch.isfinite(values)).nonzero()[0, :3].tolist()
@@ -238,11 +275,13 @@ def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
             )
 
 
-def _require_same_sites(model: CPOMDP, episodes: Episodes) -> None:
-    with isolated(0):
-        expected = sorted(read_signature(model).observations)
+def require_same_sites(recursion: Recursion, episodes: Episodes) -> None:
+    """Raise unless the episodes can be the model's."""
+    model, expected = recursion.model, sorted(recursion.signature.observations)
     if sorted(episodes.observations) != expected:
-        raise ObservationError(f"episodes: expected the sites {expected}, got {sorted(episodes.observations)}")
+        raise ObservationError(
+            f"episodes: expected the sites {expected}, got {sorted(episodes.observations)}"
+        )
     if model.initial_observation and episodes.initial_observations is None:
         raise ObservationError("episodes: expected initial observations, got None")
     highest = int(episodes.actions.max())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
 import torch
@@ -11,6 +11,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.inference.scoring import unmasked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Drawn(Messenger):
@@ -28,69 +31,68 @@ class Drawn(Messenger):
         sites: By name, the distribution and the value drawn.
     """
 
-    def __init__(self, shape: tuple[int, int, int], common: bool, max_plate_nesting: int = 0) -> None:
+    def __init__(self, shape: Sequence[int], common: bool, max_plate_nesting: int = 0) -> None:
         super().__init__()
-        own = (1,) * max_plate_nesting
-        self.shape = torch.Size((*shape, *own))
-        self.noise_shape = torch.Size((1 if common else shape[0], *shape[1:], *own))
+        self.shape = torch.Size((*shape, *[1] * max_plate_nesting))
+        self.common = common
         self.sites: dict[str, tuple[Any, Tensor]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or msg["value"] is not None:
             return
         fn = unmasked(msg["fn"])
-        msg["value"] = draw(fn, self.shape, self.noise_shape)
-        self.sites[msg["name"]] = (fn, msg["value"])
+        value = draw(fn, self.shape, self.common)
+        msg["value"] = value
+        self.sites[msg["name"]] = (fn, value)
 
 
-def draw(fn: Any, shape: torch.Size, noise_shape: torch.Size) -> Tensor:
-    """Draw from a distribution for a batch `shape`, out of noise of `noise_shape`.
+def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:
+    """Draw from a distribution for a batch whose first axis is the context.
 
-    The two differ where contexts share their noise; the result may then be of `noise_shape`, too, if the
-    distribution is the same in all contexts.
+    Args:
+        fn: The distribution; its batch shape broadcasts with `shape`, or is inside plates of its own.
+        shape: `[C, B, N]`, and 1 for each of the program's own axes.
+        common: Whether contexts share the noise.
+
+    Returns:
+        Values for the batch. Their context axis has size 1 if the noise is shared and the distribution is the
+        same in all contexts.
     """
-    batch = fn.batch_shape
-    if not batch and type(fn) is dist.Normal:
-        value: Tensor = torch.empty(noise_shape, dtype=fn.loc.dtype, device=fn.loc.device)
+    differs = len(fn.batch_shape) == len(shape) and fn.batch_shape[0] > 1
+    batch = shape if differs or not common else torch.Size((1, *shape[1:]))
+    if fn.batch_shape:
+        batch = torch.broadcast_shapes(batch, fn.batch_shape)
+    elif type(fn) is dist.Normal:
+        value: Tensor = torch.empty(batch, dtype=fn.loc.dtype, device=fn.loc.device)
         return value.normal_(float(fn.loc), float(fn.scale))
-    if batch and torch.broadcast_shapes(batch, noise_shape) != noise_shape:  # differs between contexts
-        return _transform(fn, shape, noise_shape)
-    if isinstance(fn, dist.Bernoulli | dist.Categorical | dist.Normal):
-        return _transform(fn, noise_shape, noise_shape)
-    full = torch.broadcast_shapes(batch, noise_shape) if batch else noise_shape
-    value = fn(full) if not batch else fn.expand(full).sample()
+    noise = torch.Size((1, *batch[1:])) if common else batch
+    base, event = fn, torch.Size()
+    while isinstance(base, dist.Independent):
+        event = base.base_dist.batch_shape[len(base.batch_shape) :] + event
+        base = base.base_dist
+    value = _from_noise(base, noise + event)
+    if value is None:  # no way to share noise: contexts draw on their own
+        value = fn.expand(batch).sample()
     return value
 
 
-def _transform(fn: Any, shape: torch.Size, noise_shape: torch.Size) -> Tensor:
-    """A draw as a function of standard noise, for the distributions that have one."""
-    base, event_shape = fn, torch.Size()
-    while isinstance(base, dist.Independent):
-        base = base.base_dist
-    if base is not fn:
-        event_shape = fn.event_shape
-    full = torch.broadcast_shapes(shape + event_shape, base.batch_shape)
-    noise = torch.Size(n if s == 1 else f for n, s, f in zip(noise_shape, noise_shape, full, strict=False))
-    noise = noise + full[len(noise) :]
-    if isinstance(base, dist.Normal):
-        epsilon = torch.randn(noise, dtype=base.loc.dtype, device=base.loc.device)
-        return base.loc + base.scale * epsilon
-    if isinstance(base, dist.MultivariateNormal):
-        epsilon = torch.randn(noise + base.event_shape, dtype=base.loc.dtype, device=base.loc.device)
-        return base.loc + (base.scale_tril @ epsilon[..., None]).squeeze(-1)
-    if isinstance(base, dist.Delta):
-        value: Tensor = base.v
-        return value
-    if isinstance(base, dist.Bernoulli):
-        u = torch.rand(noise, device=base.probs.device)
-        return (u < base.probs).to(base.probs.dtype)
-    if isinstance(base, dist.Categorical):
-        u = torch.rand(noise, device=base.probs.device)
-        last = base.probs.shape[-1] - 1
-        return (base.probs.cumsum(-1) <= u[..., None]).sum(-1).clamp(max=last)
+def _from_noise(fn: Any, shape: torch.Size) -> Any:
+    """A draw as a function of standard noise of this shape; None for distributions that have none."""
+    if isinstance(fn, dist.Normal):
+        return fn.loc + fn.scale * torch.randn(shape, dtype=fn.loc.dtype, device=fn.loc.device)
+    if isinstance(fn, dist.MultivariateNormal):
+        epsilon = torch.randn(shape + fn.event_shape, dtype=fn.loc.dtype, device=fn.loc.device)
+        return fn.loc + (fn.scale_tril @ epsilon[..., None]).squeeze(-1)
+    if isinstance(fn, dist.Delta):
+        return fn.v
+    if isinstance(fn, dist.Bernoulli):
+        return (torch.rand(shape, device=fn.probs.device) < fn.probs).to(fn.probs.dtype)
+    if isinstance(fn, dist.Categorical):
+        u = torch.rand(shape, device=fn.probs.device)[..., None]
+        return (fn.probs.cumsum(-1) <= u).sum(-1).clamp(max=fn.probs.shape[-1] - 1)
+    if fn.event_shape:
+        return None
     try:
-        u = torch.rand(noise, device=fn.icdf(torch.tensor(0.5)).device).clamp(1e-7, 1 - 1e-7)
-        return base.icdf(u)  # type: ignore[no-any-return]
-    except NotImplementedError:  # no way to share noise: contexts draw on their own
-        independent: Tensor = base.expand(full).sample()
-        return independent
+        return fn.icdf(torch.rand(shape).clamp(1e-7, 1 - 1e-7))
+    except (NotImplementedError, AttributeError):
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cpomdp_ppl.state import State
 
 

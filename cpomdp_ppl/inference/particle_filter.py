@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import require, require_count
-from cpomdp_ppl.inference.backend import Backend, Recursion
-from cpomdp_ppl.inference.drawing import Drawn
+from cpomdp_ppl.inference.backend import Backend, Recursion, inferring, require_same_sites
+from cpomdp_ppl.inference.particle_smoother import smooth
+from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
-from cpomdp_ppl.inference.scoring import Seen, axes, log_density, log_density_of_seen, unmasked
-from cpomdp_ppl.handlers import Recorded
+from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
+from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
 
 CELLS_AT_ONCE = 2**18
 """Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
-
-
-class Guide(Protocol):
-    """Proposal programs, with the same sample sites as the model's own.
-
-    They also see the coming observation, and whether it is one.
-    """
-
-    def initial(
-        self, context: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
-    ) -> Any:
-        """Propose the sites of the model's `initial`."""
-        ...
-
-    def transition(
-        self,
-        state: Any,
-        action: Tensor,
-        context: Tensor,
-        observations: Mapping[str, Tensor],
-        observed: Mapping[str, Tensor],
-    ) -> Any:
-        """Propose the sites of the model's `transition`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,8 +83,36 @@ class ParticleFilter(Backend):
         """As many as keep the particles in cache, if that is any; a chunk that was asked for otherwise."""
         if self.chunk is not None:
             return self.chunk
-        size = sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state))
+        size: int = sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state))
         return max(1, CELLS_AT_ONCE // (model.num_contexts * self.num_particles * max(size, 1)))
+
+    def smooth(
+        self, model: CPOMDP, episodes: Episodes, num_trajectories: int = 100, *, seed: int | None = None
+    ) -> Smoothing:
+        """Draw whole trajectories given all that was observed.
+
+        By backward sampling where the program tells the transition density, that is, where the next state
+        consists of the sample sites of `transition`; else from the genealogy of the particles, which has few
+        distinct ancestors far back. `Smoothing.method` says which.
+
+        Args:
+            model: The CPOMDP.
+            episodes: What was done and seen.
+            num_trajectories: How many trajectories M to draw for every episode and context.
+            seed: Of the random numbers.
+        """
+        model.require_definition()
+        require_count("num_trajectories", num_trajectories)
+        with inferring(model, seed):
+            smc = self.recursion(model)
+            require_same_sites(smc, episodes)
+            at_once = max(1, self.episodes_at_once(model, smc) // (num_trajectories + 1))
+            return Smoothing.concatenate(
+                [
+                    smooth(smc, episodes[i : i + at_once], num_trajectories, offset=i)
+                    for i in range(0, len(episodes), at_once)
+                ]
+            )
 
 
 @dataclass(frozen=True)
@@ -143,11 +148,21 @@ class Offspring:
     rows: Tensor
     ancestors: Tensor
 
+    @cached_property
+    def flat(self) -> Tensor:
+        """Ancestors among all C·B·N particles, `[R·N]`."""
+        return (self.rows[:, None] * self.ancestors.shape[1] + self.ancestors).view(-1)
+
+    def everywhere(self, shape: torch.Size) -> Tensor:
+        """Ancestors of every particle `[C, B, N]`: its own number where there was no resampling."""
+        C, B, N = shape
+        ancestors = torch.arange(N, device=self.rows.device).repeat(C * B, 1)
+        return ancestors.index_copy_(0, self.rows, self.ancestors).reshape(shape)
+
     def inherit_(self, leaf: Tensor) -> Tensor:
         """Replace every particle of those rows by its ancestor, in place, in a tensor `[C, B, N, …]`."""
         C, B, N, *event = leaf.shape
-        flat = (self.rows[:, None] * N + self.ancestors).flatten()
-        picked = leaf.view(C * B * N, *event).index_select(0, flat)
+        picked = leaf.view(C * B * N, *event).index_select(0, self.flat)
         leaf.view(C * B, N, *event).index_copy_(0, self.rows, picked.view(-1, N, *event))
         return leaf
 
@@ -160,19 +175,17 @@ class SMC(Recursion):
         self.N = settings.num_particles
         self.common = settings.common_random_numbers
         self.resampling = Adaptive(as_scheme(settings.resampling), settings.ess_threshold)
-        self.guide: Any = settings.guide
+        self.proposal: Bootstrap = Bootstrap(self, self.common)
         if settings.guide == "ekf":
-            from cpomdp_ppl.inference.lookahead import LookAhead
-
-            self.guide = LookAhead(model)
+            self.proposal = LookAhead(self, self.common)
+        elif settings.guide is not None:
+            self.proposal = Guided(self, self.common, cast("Guide", settings.guide))
 
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
         C, B, N = self.model.num_contexts, num_episodes, self.N
-        shape = (C, B, N)
-        with Drawn(shape, self.common, len(self.own)):
-            state = self.own_copy(self.model.initial(self.context), torch.Size(shape))
-        device = self.context.device
+        shape, device = torch.Size((C, B, N)), self.context.device
+        state = self.own_copy(self.proposal.initial(shape)[0], shape)
         return Cloud(
             state,
             torch.full(shape, 1.0 / N, device=device),
@@ -182,12 +195,16 @@ class SMC(Recursion):
         )
 
     def own_copy(self, state: Any, S: torch.Size) -> Any:
-        """A state that a program returned, with memory of its own for every particle, to resample in place."""
+        """A state that a program returned, with memory of its own for every particle to resample in."""
         return map_state(lambda leaf: leaf.contiguous(), self.signature.broadcast(state, S))
 
     def look(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
-        """Weight the particles by what was seen."""
-        return self.reweight(cloud, seen, None)
+        """Weight the particles by what was seen; a guide may draw them anew, knowing it."""
+        log_ratio = None
+        if isinstance(self.proposal, Guided):
+            state, log_ratio = self.proposal.initial(cloud.weights.shape, seen)
+            cloud = replace(cloud, state=self.own_copy(state, cloud.weights.shape))
+        return self.reweight(cloud, seen, log_ratio)
 
     def step(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
         """Resample, move, reweight."""
@@ -196,17 +213,18 @@ class SMC(Recursion):
         return self.reweight(cloud, seen, log_ratio)
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
-        """Resample the rows that need it, in place. Says who descends from whom, too; None if no row did."""
+        """Resample the rows that need it, in place. Says who descends from whom; None if no row did."""
         C, B, N = cloud.weights.shape
         needed = self.resampling.needed(cloud.ess, N)  # [C, B]
         if alive is not None:
             needed = needed & alive
+        scheme = self.resampling.scheme
+        # Drawn in any case: what one episode needs must not change the random numbers of another.
+        uniforms = torch.rand(1 if self.common else C, B, scheme.num_uniforms(N), device=needed.device)
         if not bool(needed.any()):
             return replace(cloud, resampled=needed), None
         rows = needed.flatten().nonzero()[:, 0]  # [R] of C·B
-        scheme = self.resampling.scheme
-        uniforms = torch.rand(1 if self.common else C, B, scheme.num_uniforms(N), device=rows.device)
-        uniforms = uniforms.expand(C, -1, -1).reshape(C * B, -1)[rows]
+        uniforms = uniforms.reshape(-1, uniforms.shape[-1])[rows % B if self.common else rows]
         weights = cloud.weights.view(C * B, N)
         offspring = Offspring(rows, scheme(weights[rows], uniforms))
         map_state(offspring.inherit_, cloud.state)
@@ -215,39 +233,14 @@ class SMC(Recursion):
         return replace(cloud, ess=torch.where(needed, float(N), cloud.ess), resampled=needed), offspring
 
     def move(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor | None]:
-        """Move by the program, or by the guide; the latter with a log-ratio `p / q`, `[C, B, N]`."""
-        assert seen.action is not None
+        """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
         S = cloud.weights.shape
-        action = axes(seen.action, len(self.own))
-        if self.guide is not None:
-            return self.move_guided(cloud, seen, action)
-        with Drawn((S[0], S[1], S[2]), self.common, len(self.own)):
-            state = self.model.transition(cloud.state, action, self.context)
-        return replace(cloud, state=self.own_copy(state, S)), None
-
-    def move_guided(self, cloud: Cloud, seen: Seen, action: Tensor) -> tuple[Cloud, Tensor]:
-        """Propose by the guide, and score the proposal under the model."""
-        S = cloud.weights.shape
-        observations = {site: axes_of(value) for site, value in seen.observations.items()}
-        observed = {site: axes_of(flags) for site, flags in seen.observed.items()}
-        with Drawn((S[0], S[1], S[2]), self.common, len(self.own)) as proposed:
-            self.guide.transition(cloud.state, action, self.context, observations, observed)
-        values = {name: value for name, (_, value) in proposed.sites.items()}
-        with (
-            Drawn((S[0], S[1], S[2]), self.common, len(self.own)),
-            poutine.condition(data=values),
-            Recorded() as program,
-        ):
-            state = self.model.transition(cloud.state, action, self.context)
-        log_ratio = torch.zeros((), device=cloud.weights.device)
-        for name, (q, value) in proposed.sites.items():
-            p = unmasked(program.sites[name]["fn"])
-            log_ratio = log_ratio + log_density(p, value) - q.log_prob(value)
-        return replace(cloud, state=self.own_copy(state, S)), log_ratio.expand(S)
+        state, log_ratio = self.proposal.transition(cloud.state, S, seen)
+        return replace(cloud, state=self.own_copy(state, S)), log_ratio
 
     def reweight(self, cloud: Cloud, seen: Seen, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
         """Multiply the weights by the density of what was seen. Returns the evidence increment `[C, B]`."""
-        C, B, N = cloud.weights.shape
+        C, B, _ = cloud.weights.shape
         rows = None if log_ratio is not None else seen.rows
         state, weights = cloud.state, cloud.weights
         if rows is not None:  # nothing was seen in the other rows, so nothing changes there
@@ -256,20 +249,19 @@ class SMC(Recursion):
             seen = seen.select(rows)
             state = map_state(lambda leaf: leaf.index_select(1, rows), state)
             weights = weights.index_select(1, rows)
-        log_weights = weights.log() + log_density_of_seen(
-            self.model, self.signature, state, self.context, seen
-        )
+        log_weights = weights.log()
+        log_weights += log_density_of_seen(self.model, self.signature, state, self.context, seen)
         if log_ratio is not None:
-            log_weights = log_weights + log_ratio
+            log_weights += log_ratio
         highest = log_weights.amax(-1, keepdim=True)  # [C, B', 1]
-        highest = torch.where(highest == -torch.inf, 0.0, highest)
-        unnormalised = (log_weights - highest).exp_()
-        mass = unnormalised.sum(-1, keepdim=True)
-        increment = (highest.double() + mass.double().log()).squeeze(-1)  # [C, B']
-        normalised = unnormalised.div_(mass)
-        dead = mass.squeeze(-1) == 0
-        if bool(dead.any()):  # an impossible context keeps the weights it had
-            normalised = torch.where(dead[..., None], weights, normalised)
+        normalised = log_weights.sub_(highest).exp_()
+        mass = normalised.sum(-1, keepdim=True)
+        normalised /= mass
+        increment = (highest.double() + mass.double().log_()).squeeze(-1)  # [C, B']
+        impossible = highest == -torch.inf
+        if bool(impossible.any()):  # such a context keeps the weights it had
+            normalised = torch.where(impossible, weights, normalised)
+            increment = torch.where(impossible.squeeze(-1), -torch.inf, increment)
         ess = 1.0 / torch.linalg.vector_norm(normalised, dim=-1).square_()
         if rows is None:
             return replace(cloud, weights=normalised, ess=ess), increment
@@ -303,19 +295,15 @@ class SMC(Recursion):
         filter, so the spread of their shares tells the error (Chan and Lai, 2013). Once all descend from one,
         nothing can be told any more, and the estimate stays near 1.
         """
-        C, B, N = cloud.weights.shape
+        N = cloud.weights.shape[2]
         shares = torch.zeros_like(cloud.weights).scatter_add(2, cloud.eves.long(), cloud.weights)  # [C, B, N]
         return (shares.square().sum(-1) - 1.0 / N).clamp(min=0).sqrt()
-
-
-def axes_of(tensor: Tensor) -> Tensor:
-    """`[B, …]` as `[1, B, 1, …]`."""
-    return tensor.reshape(1, tensor.shape[0], 1, *tensor.shape[1:])
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """`Σ_i W_i v_i` over the particle axis: weights `[C, B, N]`, values `[C, B, N, …]`."""
     values = values.to(weights.dtype)
     if values.dim() == 3:
-        return torch.linalg.vecdot(weights, values)
+        total: Tensor = torch.linalg.vecdot(weights, values)
+        return total
     return torch.einsum("cbn,cbn...->cb...", weights, values)

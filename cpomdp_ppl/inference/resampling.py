@@ -46,7 +46,7 @@ class Systematic:
     def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Count the points below each step of the distribution function; no search is needed."""
         N = weights.shape[1]
-        below = torch.ceil(N * distribution_function(weights) - uniforms)  # points below, [R, N]
+        below = distribution_function(weights).mul_(N).sub_(uniforms).ceil_()  # points below, [R, N]
         return ancestors(below)
 
 
@@ -98,7 +98,9 @@ class Residual:
         total = remainders.sum(-1, keepdim=True)
         # Nothing is left over exactly when all weights are multiples of 1/N; any distribution will do.
         remainders = torch.where(total > 0, remainders / total.clamp(min=1e-300), 1.0 / N)
-        drawn = torch.searchsorted(distribution_function(remainders), uniforms.double().contiguous(), right=True)
+        drawn = torch.searchsorted(
+            distribution_function(remainders), uniforms.double().contiguous(), right=True
+        )
         kept = (torch.arange(N, device=weights.device) < left).double()  # [R, N]
         counts = certain.scatter_add(-1, drawn.clamp(max=N - 1), kept)
         return ancestors(counts.cumsum(-1))
@@ -147,9 +149,10 @@ def distribution_function(weights: Tensor) -> Tensor:
 def ancestors(cumulative_counts: Tensor) -> Tensor:
     """Ancestors from cumulative offspring counts, `[R, N]`; a row that does not add up to N is made to."""
     R, N = cumulative_counts.shape
-    ends = cumulative_counts.clamp(0, N)
+    ends = cumulative_counts.clamp_(0, N)
     ends[:, -1] = N
-    counts = ends.long()
-    counts[:, 1:] -= counts[:, :-1].clone()
+    counts = torch.empty(R, N, dtype=torch.long, device=ends.device)
+    counts[:, 0] = ends[:, 0]
+    counts[:, 1:] = ends[:, 1:] - ends[:, :-1]
     particle = torch.arange(N, device=counts.device).expand(R, N).reshape(-1)
     return particle.repeat_interleave(counts.reshape(-1), output_size=R * N).reshape(R, N)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,14 @@ from pyro.distributions import MaskedDistribution
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import constraints
 
 from cpomdp_ppl.errors import ObservationError
 from cpomdp_ppl.handlers import mask_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Signature
 
@@ -37,6 +39,7 @@ class Seen:
         rows: Indices of the episodes in which anything was observed; None if it was in all.
         alive: Which episodes are still going on, bool `[B]`; None if all are.
         offset: Number of the first of these episodes, for messages.
+        numbers: Of these episodes among those, `[B]`, if they are a selection.
     """
 
     time: int
@@ -46,6 +49,11 @@ class Seen:
     rows: Tensor | None = None
     alive: Tensor | None = None
     offset: int = 0
+    numbers: Tensor | None = None
+
+    def episode(self, b: int) -> int:
+        """Which episode the b-th is among all, for messages."""
+        return self.offset + (b if self.numbers is None else int(self.numbers[b]))
 
     def select(self, rows: Tensor) -> Seen:
         """The same step for some of the episodes."""
@@ -57,6 +65,7 @@ class Seen:
             None,
             None if self.alive is None else self.alive[rows],
             self.offset,
+            rows if self.numbers is None else self.numbers[rows],
         )
 
 
@@ -110,23 +119,29 @@ class Scored(Messenger):
         value = self.seen.observations[name].reshape(1, B, 1, *spec.shape)
         flags = self.seen.observed[name]  # [B, *plates]
         at_cells = flags.reshape(1, B, 1, *spec.plates)
-        self._require_visible(name, mask_of(msg), at_cells)
+        everywhere = bool(flags.all())
+        self._require_visible(name, mask_of(msg), None if everywhere else at_cells)
         msg["value"] = value
         log_prob = log_density(fn, value)  # [C, B, N, *plates]
-        if not bool(flags.all()):
+        if not everywhere:
             log_prob = torch.where(at_cells, log_prob, log_prob.new_zeros(()))
         if spec.plates:
             log_prob = log_prob.flatten(3).sum(-1)
         self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
 
-    def _require_visible(self, name: str, mask: Tensor | bool, observed: Tensor) -> None:
+    def _require_visible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
+        """Raise where something was observed (None: everywhere) that the program masks."""
         if mask is True:
             return
-        hidden = observed & ~_unexpanded(torch.as_tensor(mask, device=observed.device))
-        if bool(hidden.any()):
+        visible = _unexpanded(torch.as_tensor(mask))
+        if observed is not None:
+            visible = visible | ~observed
+        if not bool(visible.all()):
+            B = len(self.seen.observed[name])
+            hidden = ~visible.expand(torch.broadcast_shapes(visible.shape, (1, B, 1, *visible.shape[3:])))
             b = int(hidden.nonzero()[0, 1])
             raise ObservationError(
-                f"site '{name}' at time {self.seen.time} of episode {b + self.seen.offset}: it was observed, "
+                f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
                 "but the program masks it out there"
             )
 
@@ -152,6 +167,8 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     torch does not say so by itself: with validation off, densities outside the support are arbitrary,
     and probabilities of 0 and 1 are clamped.
     """
+    if fn.support is constraints.real:
+        return _log_prob(fn, value)  # observations are finite where they count
     inside = fn.support.check(value)
     if not bool(inside.all()):
         event = (1,) * (value.dim() - inside.dim()) if inside.dim() < value.dim() else ()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from cpomdp_ppl.state import State
@@ -28,3 +34,20 @@ class Smoothing:
     state_variance: State
     trajectories: State | None = None
     probabilities: Tensor | None = None
+
+    @staticmethod
+    def concatenate(parts: Sequence[Smoothing]) -> Smoothing:
+        """All episodes of several batches, smoothed by the same method."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(name: str, axis: int) -> Any:
+            return map_state(lambda *x: torch.cat(x, axis), *(getattr(part, name) for part in parts))
+
+        return Smoothing(
+            parts[0].method,
+            joined("state_mean", 0),
+            joined("state_variance", 0),
+            joined("trajectories", 1),
+            joined("probabilities", 0),
+        )

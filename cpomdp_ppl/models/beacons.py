@@ -67,7 +67,7 @@ class Beacons(CPOMDP):
     ) -> None:
         super().__init__()
         self.horizon = horizon
-        self.register_buffer("beacons", torch.as_tensor(beacons))
+        self.register_buffer("beacons", torch.as_tensor(beacons, dtype=torch.get_default_dtype()))
         self.radius = radius
         self.stride = stride
         self.turn = turn
@@ -81,9 +81,10 @@ class Beacons(CPOMDP):
     def initial(self, context: Tensor) -> dict[str, Tensor]:
         """Near the origin, facing along the x-axis."""
         spread = self.initial_variance**0.5
+        origin = torch.zeros_like(self.beacons[0])
         return {
-            "position": pyro.sample("position", dist.Normal(torch.zeros(2), spread).to_event(1)),
-            "heading": pyro.sample("heading", dist.Normal(0.0, spread)),
+            "position": pyro.sample("position", dist.Normal(origin, spread).to_event(1)),
+            "heading": pyro.sample("heading", dist.Normal(origin[0], spread)),
         }
 
     def transition(self, state: dict[str, Tensor], action: Tensor, context: Tensor) -> dict[str, Tensor]:
@@ -123,7 +124,7 @@ class Beacons(CPOMDP):
         goal = context // 2
         at_goal = distance(state["position"], self.beacons[goal]) < self.radius
         at_other = distance(state["position"], self.beacons[1 - goal]) < self.radius
-        return at_goal.float() - at_other.float()
+        return at_goal.to(self.beacons.dtype) - at_other.to(self.beacons.dtype)
 
 
 def distance(point: Tensor, other: Tensor) -> Tensor:

@@ -67,14 +67,14 @@ class LightDark(CPOMDP):
 
     def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
         """Position, seen well in the light and badly in the dark."""
-        lit = 0.5 + 0.5 * into_the_light(state, context).sign()  # 1 in the light, 0 in the dark
+        lit = into_the_light(state, context).sign().clamp(min=0)  # 1 in the light, 0 in the dark
         variance = self.dark_variance + lit * (self.light_variance - self.dark_variance)
         pyro.sample("z", dist.Normal(state, variance.sqrt()).mask(action == OBSERVE))
 
     def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
         """+1 deep in the light, −1 in the dark."""
         depth = into_the_light(state, context)
-        return 0.5 * ((depth - self.goal).sign() + depth.sign())
+        return (depth - self.goal).sign().clamp(min=0) + depth.sign().clamp(max=0)
 
 
 def into_the_light(state: Tensor, context: Tensor) -> Tensor:

@@ -54,3 +54,10 @@ def test_rewards_are_at_the_goal_and_penalties_at_the_other(context):
     state = {"position": position, "heading": torch.zeros(3)}
     reward = model.reward(state, torch.tensor(0), torch.tensor(context))
     assert reward.tolist() == ([1.0, -1.0, 0.0] if context < 2 else [-1.0, 1.0, 0.0])
+
+
+def test_beacons_may_be_given_as_integers_and_moved():
+    model = Beacons(beacons=((3, 2), (3, -2)))
+    assert model.beacons.dtype == torch.float32
+    model.double().check()
+    assert simulate(model, fixed_actions(*[FORWARD] * 20), 2, seed=0).rewards.dtype == torch.float64

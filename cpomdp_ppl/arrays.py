@@ -1,0 +1,98 @@
+"""What callers hand over (lists, NumPy arrays, tensors) as tensors, or an error that names the argument."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import rejected, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
+    """A copy of an array of numbers, truth values or strings, with a number of axes that is plain to see."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().resolve_conj().resolve_neg().numpy()
+    try:
+        array: np.ndarray[Any, Any] = np.array(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, for instance
+        raise rejected(argument, values, "an array, rows all of the same length") from error
+    if array.dtype.kind == "O" and all(isinstance(entry, str) for entry in array.ravel()):
+        array = array.astype(str)
+    require(array.dtype.kind in "biufU", argument, values, "an array of real numbers")
+    return array
+
+
+def as_tensor(argument: str, values: Any) -> Tensor:
+    """A copy, as a tensor of real numbers or truth values of whatever type they have."""
+    if isinstance(values, Tensor):
+        require(not values.is_complex(), argument, values.dtype, "real numbers")
+        return values.detach().clone()
+    array = as_array(argument, values)
+    require(array.dtype.kind in "biuf", argument, values, "an array of real numbers")
+    if array.dtype.kind == "u":
+        require(array.size == 0 or int(array.max()) < 2**63, argument, values, "numbers below 2**63")
+        array = array.astype(np.int64)
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
+
+
+def as_type(argument: str, tensor: Tensor, dtype: torch.dtype, where: Tensor) -> Tensor:
+    """A tensor as another type; an error if that alters it (beyond rounding of reals) where it counts.
+
+    Args:
+        argument: What to call it.
+        tensor: `[…]`.
+        dtype: The type it should have.
+        where: Where it counts; has the leading axes of `tensor`.
+    """
+    cast = tensor.to(dtype)
+    if dtype.is_floating_point:
+        bad = torch.isfinite(tensor) & ~torch.isfinite(cast)
+    else:
+        bad = cast.to(tensor.dtype) != tensor
+    bad = bad & on_the_right(where, tensor)
+    if bool(bad.any()):
+        kind = "truth values" if dtype == torch.bool else f"values of {dtype}"
+        raise rejected(argument, f"{tensor[bad][0].item()} at {place_of(bad)}", kind)
+    return cast
+
+
+def as_indices(argument: str, values: Any, names: Sequence[str]) -> Tensor:
+    """Indices, given as numbers or as names."""
+    array = as_array(argument, values)
+    if array.dtype.kind == "U":
+        numbers = {name: i for i, name in enumerate(names)}
+        unknown = sorted({str(v) for v in array.ravel()} - set(numbers))
+        require(not unknown, argument, unknown, f"names out of {list(names)}")
+        array = np.array([numbers[str(v)] for v in array.ravel()], np.int64).reshape(array.shape)
+    if array.dtype.kind == "f":
+        array = np.where(np.isfinite(array), array, -1)  # NaN past the end of an episode, say
+    whole = array.dtype.kind in "iu" or (array.dtype.kind == "f" and bool((array == np.round(array)).all()))
+    require(whole, argument, f"{array.dtype}", "integer indices or names")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def are_probabilities(p: Tensor) -> bool:
+    """Whether `[…, K]` is non-negative and sums to 1."""
+    total = p.sum(-1)
+    return bool((p >= 0).all()) and bool(torch.isclose(total, torch.ones_like(total), atol=1e-5).all())
+
+
+def on_the_right(flags: Tensor, like: Tensor) -> Tensor:
+    """Add axes on the right, so that flags `[B, T]` broadcast with `[B, T, …]`."""
+    if flags.dim() == like.dim():
+        return flags
+    return flags.reshape(flags.shape + (1,) * (like.dim() - flags.dim()))
+
+
+def place_of(bad: Tensor) -> str:
+    """The first place where something is wrong, in words."""
+    place = bad.nonzero()[0].tolist()
+    return ", ".join(f"{axis} {i}" for axis, i in zip(("episode", "step"), place, strict=False))

@@ -1,0 +1,145 @@
+"""What filtering says about the context: posterior, entropy, information."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import rejected, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cpomdp_ppl.inference.filtering import Filtering
+
+Unit = Literal["nats", "bits"]
+
+
+def entropy(probabilities: Tensor, unit: Unit = "nats") -> Tensor:
+    """Shannon entropy of distributions `[…, C]`, `[…]`.
+
+    Example:
+        >>> entropy(torch.tensor([0.5, 0.5]), "bits")
+        tensor(1.)
+    """
+    if unit not in ("nats", "bits"):
+        raise rejected("unit", unit, '"nats" or "bits"')
+    nats: Tensor = torch.special.entr(probabilities).sum(-1)
+    return nats / math.log(2) if unit == "bits" else nats
+
+
+def information_gain(
+    filtering: Filtering,
+    contexts: Tensor | Sequence[int] | None = None,
+    prior: Tensor | Sequence[float] | None = None,
+) -> Tensor:
+    """What each step told about the context, in nats, `[B, T]`.
+
+    With the true contexts, `log P(c | h_{t+1}) − log P(c | h_t)` of the true c, whose sum over an episode is
+    `log P(c | y) − log P(c)`; it may be negative. Without, the fall of the posterior's entropy.
+
+    Args:
+        filtering: From any backend.
+        contexts: The true contexts `[B]`, if known.
+        prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+    """
+    log_posterior = filtering.log_posterior(prior)  # [B, T+1, C]
+    if contexts is None:
+        return -entropy(log_posterior.exp()).diff(dim=1)
+    c = _true_contexts(contexts, log_posterior)
+    return (
+        log_posterior.gather(2, c[:, None, None].expand(-1, log_posterior.shape[1], 1)).squeeze(2).diff(dim=1)
+    )
+
+
+@dataclass(frozen=True)
+class MutualInformation:
+    """An estimate of `I(C; Y)` from both sides, in nats.
+
+    A noisy likelihood makes posteriors sharper than they should be, so `H(C) − mean H(P̂(C|y))` is biased up;
+    but `H(C) + mean log P̂(c|y)` of the true context is a lower bound in expectation, whatever P̂ is.
+
+    Attributes:
+        upper: The estimate that is biased up.
+        lower: The estimate that is biased down.
+        upper_error: Standard error of `upper` over episodes.
+        lower_error: Standard error of `lower` over episodes.
+        gap_error: Standard error of `upper − lower`, whose terms are paired.
+    """
+
+    upper: float
+    lower: float
+    upper_error: float
+    lower_error: float
+    gap_error: float
+
+    @property
+    def gap(self) -> float:
+        """`upper − lower`: with an exact likelihood zero, but for chance."""
+        return self.upper - self.lower
+
+
+def mutual_information(
+    filtering: Filtering,
+    contexts: Tensor | Sequence[int],
+    prior: Tensor | Sequence[float] | None = None,
+    *,
+    widest: float = 0.05,
+) -> MutualInformation:
+    """Bracket the information that episodes hold about the context.
+
+    Args:
+        filtering: From any backend, of episodes whose contexts were drawn from the prior (or balanced, if
+            that is uniform).
+        contexts: Their true contexts, `[B]`.
+        prior: Over contexts, `[C]`; the model's if left out.
+        widest: Warn if the bracket is wider than this, in nats, beyond chance.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy, simulate
+        >>> from cpomdp_ppl.inference import ParticleFilter
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> episodes = simulate(model, RandomPolicy(3), 200, contexts="balanced", seed=0)
+        >>> filtering = ParticleFilter(1000).run(model, episodes, seed=0)
+        >>> bracket = mutual_information(filtering, episodes.contexts)
+        >>> 0 < bracket.lower < 0.7
+        True
+    """
+    log_posterior = filtering.log_posterior(prior)  # [B, T+1, C]
+    B = len(log_posterior)
+    require(B > 1, "filtering", f"{B} episode", "at least two, to tell the standard error")
+    p = torch.as_tensor(filtering.prior if prior is None else prior).double()
+    c = _true_contexts(contexts, log_posterior)
+    last = log_posterior[:, -1]  # [B, C]
+    up = entropy(p) - entropy(last.exp())  # [B]
+    down = last.gather(1, c[:, None]).squeeze(1) - p.log().expand_as(last).gather(1, c[:, None]).squeeze(1)
+
+    def error(terms: Tensor) -> float:
+        return float(terms.std() / B**0.5)
+
+    bracket = MutualInformation(
+        float(up.mean()), float(down.mean()), error(up), error(down), error(up - down)
+    )
+    if not bracket.gap <= widest + 3 * bracket.gap_error:
+        warnings.warn(
+            f"the mutual information is only known to lie between {bracket.lower:.3f} and "
+            f"{bracket.upper:.3f} nats: the likelihoods are noisy or biased; use more particles, a guide, "
+            "or another backend",
+            stacklevel=2,
+        )
+    return bracket
+
+
+def _true_contexts(contexts: Tensor | Sequence[int], log_posterior: Tensor) -> Tensor:
+    B, _, C = log_posterior.shape
+    c = torch.as_tensor(contexts, device=log_posterior.device)
+    require(c.shape == (B,), "contexts", list(c.shape), f"shape [{B}]")
+    inside = not c.is_floating_point() and bool(((c >= 0) & (c < C)).all())
+    require(inside, "contexts", c.tolist(), f"indices 0 to {C - 1}")
+    return c.long()

@@ -1,0 +1,165 @@
+"""Programs without chance: every sample site takes all its values at once, each with its probability."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.inference.scoring import log_density, unmasked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cpomdp_ppl.model import CPOMDP
+
+ENGINE_AXES = 3
+"""`[context, episode, particle]`."""
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Python numbers inside become float64 tensors: a program's constants are then exact."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_double_precision(model: CPOMDP) -> CPOMDP:
+    """The model itself, or a copy with float64 constants if it has others: those would not mix with ours."""
+    constants = (*model.parameters(), *model.buffers())
+    if all(x.dtype == torch.float64 for x in constants if x.is_floating_point()):
+        return model
+    return deepcopy(model).double()
+
+
+class Nodes:
+    """Points ε and weights that stand for a standard normal variable: the trapezoidal rule.
+
+    For smooth functions of ε the rule converges faster than any power of the number of points.
+
+    Args:
+        number: How many points.
+        reach: The largest ε.
+    """
+
+    def __init__(self, number: int, reach: float = 6.5) -> None:
+        self.epsilon = torch.linspace(-reach, reach, number, dtype=torch.float64)
+        density = (-0.5 * self.epsilon**2).exp()
+        self.weights = density / density.sum()
+
+    def __len__(self) -> int:
+        return len(self.epsilon)
+
+
+class Enumerated(Messenger):
+    """Give every sample site all its values in parallel, on new axes left of the engine's.
+
+    A site in the program's own plates, or with independent components, is a product: each component has
+    an axis of its own. So after the program has run, its result has the axes
+    `[last component, …, first component, context, episode, particle, …]`, and so has `weights`.
+
+    Args:
+        program: Its name, for messages.
+        max_plate_nesting: How many axes on the right belong to the program's own plates.
+        nodes: Stand in for the noise of continuous sites; None refuses these.
+
+    Attributes:
+        weights: Joint probability of the values so far; it broadcasts with `[…, context, episode, particle]`.
+        axes: How many axes have been added so far.
+        noise_axes: Which of them, counted from the right, are of `nodes`; the others are of discrete values.
+    """
+
+    def __init__(self, program: str, max_plate_nesting: int, nodes: Nodes | None = None) -> None:
+        super().__init__()
+        self.program = program
+        self.own = max_plate_nesting
+        self.nodes = nodes
+        self.weights = torch.ones((1,) * ENGINE_AXES, dtype=torch.float64)
+        self.axes = 0
+        self.noise_axes: list[int] = []
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            return
+        fn, name = unmasked(msg["fn"]), msg["name"]
+        if msg["is_observed"]:
+            if isinstance(fn, dist.Delta):  # pyro.deterministic
+                return
+            raise UnsupportedModelError(f"{self.program}: site '{name}' is observed already")
+        msg["value"] = fn.v if isinstance(fn, dist.Delta) else self._values(fn, name)
+        msg["stop"] = True
+
+    def _values(self, fn: Any, name: str) -> Tensor:
+        base = fn
+        while isinstance(base, dist.Independent):
+            base = base.base_dist
+        if base.has_enumerate_support:
+            return self._enumerated(fn, base, name)
+        if self.nodes is None:
+            raise self._unsupported(fn, name, "has no finite support")
+        if isinstance(base, dist.Normal):
+            return base.loc + base.scale * self._noise(fn)
+        if isinstance(base, dist.MultivariateNormal):
+            noise = self._noise(fn)[..., None]
+            return base.loc + (base.scale_tril @ noise).squeeze(-1)
+        # Any other distribution of one real number is a function of a normal one: its quantiles.
+        try:
+            quantiles: Tensor = base.icdf(torch.special.ndtr(self._noise(fn)))
+        except (NotImplementedError, AttributeError):
+            reason = "is neither discrete nor Gaussian, and has no inverse distribution function"
+            raise self._unsupported(fn, name, reason) from None
+        return quantiles
+
+    def _enumerated(self, fn: Any, base: Any, name: str) -> Tensor:
+        try:
+            support = base.enumerate_support(expand=False)
+        except NotImplementedError:
+            raise self._unsupported(fn, name, "cannot be enumerated") from None
+        support = support.reshape(-1, *base.event_shape)
+        independent = fn.event_dim - base.event_dim
+        cells = (*self._plates(fn), *fn.event_shape[:independent])
+        value = support[self._grid(torch.arange(len(support), device=support.device), cells)]
+        self.axes += math.prod(cells)
+        probability = log_density(base, value).double().exp()  # […, *cells]
+        self._weigh(probability.flatten(-independent).prod(-1) if independent else probability)
+        return value  # type: ignore[no-any-return]
+
+    def _noise(self, fn: Any) -> Tensor:
+        """ε for every component of a site."""
+        assert self.nodes is not None
+        cells = (*self._plates(fn), *fn.event_shape)
+        epsilon, weights = self._grid(self.nodes.epsilon, cells), self._grid(self.nodes.weights, cells)
+        self.noise_axes += range(self.axes, self.axes + math.prod(cells))
+        self.axes += math.prod(cells)
+        self._weigh(weights.flatten(-fn.event_dim).prod(-1) if fn.event_dim else weights)
+        return epsilon
+
+    def _grid(self, points: Tensor, cells: Sequence[int]) -> Tensor:
+        """All combinations of K points for independent cells: `[K, …, K, 1, …, 1, *cells]`."""
+        n, depth = math.prod(cells), self.axes + ENGINE_AXES
+        combinations = torch.stack(torch.meshgrid(*[points] * n, indexing="ij"), -1)
+        return combinations.reshape(*[len(points)] * n, *[1] * depth, *cells)
+
+    def _plates(self, fn: Any) -> tuple[int, ...]:
+        """The program's own plates around a site, `own` axes."""
+        return tuple(((1,) * self.own + tuple(fn.batch_shape))[-self.own :]) if self.own else ()
+
+    def _weigh(self, weights: Tensor) -> None:
+        """Multiply by a site's weights `[…, context, episode, particle, *plates]`."""
+        self.weights = self.weights * (weights.flatten(-self.own).prod(-1) if self.own else weights)
+
+    def _unsupported(self, fn: Any, name: str, reason: str) -> UnsupportedModelError:
+        base = fn.base_dist if isinstance(fn, dist.Independent) else fn
+        return UnsupportedModelError(f"{self.program}: site '{name}' ({type(base).__name__}) {reason}")

@@ -1,0 +1,224 @@
+"""Programs read as Gaussian: every site is `loc + scale·ε`, so what a program returns is a function of ε."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.handlers import mask_of
+from cpomdp_ppl.inference.scoring import Scored, Seen, unmasked
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Leaf, Signature
+
+ENGINE_AXES = 3
+"""`[context, episode, particle]`."""
+
+
+@dataclass(frozen=True)
+class GaussianSite:
+    """A sample site as `loc + scale·ε`.
+
+    Attributes:
+        loc: `[…, *event]`.
+        scale: Standard deviations, of the shape of `loc`; or a lower triangular matrix `[…, d, d]`; None if
+            there is no noise.
+        triangular: Whether it is the matrix.
+    """
+
+    loc: Tensor
+    scale: Tensor | None
+    triangular: bool = False
+
+    def at(self, noise: Tensor) -> Tensor:
+        """The value of the site for standard noise ε of the shape of `loc`."""
+        if self.scale is None:
+            return self.loc
+        if self.triangular:
+            return self.loc + (self.scale @ noise[..., None])[..., 0]
+        return self.loc + self.scale * noise
+
+
+def gaussian_site(program: str, site: Any) -> GaussianSite:
+    """Read a site's distribution as Gaussian.
+
+    Raises:
+        UnsupportedModelError: If it is not, or if the program itself fixes the value of a random site.
+    """
+    fn = unmasked(site["fn"])
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    if isinstance(fn, dist.Delta):
+        return GaussianSite(fn.v, None)
+    if site["is_observed"]:
+        raise UnsupportedModelError(
+            f"{program}: site '{site['name']}' is given its value by the program (obs=…), "
+            "which a Kalman filter cannot condition on"
+        )
+    if isinstance(fn, torch.distributions.Normal):
+        return GaussianSite(fn.loc, fn.scale)
+    if isinstance(fn, torch.distributions.MultivariateNormal):
+        return GaussianSite(fn.loc, fn._unbroadcasted_scale_tril, triangular=True)
+    raise UnsupportedModelError(
+        f"{program}: site '{site['name']}' is {type(fn).__name__}, but Kalman filters need every site to be "
+        "Normal, MultivariateNormal or Delta"
+    )
+
+
+class Reparameterised(Messenger):
+    """Set every site to `loc + scale·ε`, with the noise ε given.
+
+    Args:
+        program: Name of the program, for messages.
+        own: How many axes belong to the program's own plates.
+        noise: ε of all sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0, to find
+            out how much is needed.
+
+    Attributes:
+        num_noise: Dimension E of the noise used so far.
+    """
+
+    def __init__(self, program: str, own: int, noise: Tensor | None = None) -> None:
+        super().__init__()
+        self.program = program
+        self.own = own
+        self.noise = noise
+        self.num_noise = 0
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            return
+        site = gaussian_site(self.program, msg)
+        if site.scale is None:
+            msg["value"] = site.loc
+            return
+        fn = msg["fn"]
+        # What is right of the engine's axes, whether or not the distribution has those.
+        batch = (1,) * (ENGINE_AXES + self.own - len(fn.batch_shape)) + tuple(fn.batch_shape)
+        shape = batch[ENGINE_AXES:] + tuple(fn.event_shape)
+        start, self.num_noise = self.num_noise, self.num_noise + torch.Size(shape).numel()
+        if self.noise is None:
+            msg["value"] = site.loc.expand(batch[:ENGINE_AXES] + shape)
+        else:
+            noise = self.noise[..., start : self.num_noise]
+            msg["value"] = site.at(noise.reshape(noise.shape[:-1] + shape))
+
+
+class Sensed(Scored):
+    """Give every observation site what was seen there, and keep mean and covariance of its distribution.
+
+    A site thus depends on the *values* of those before it, as its density does, and noise is independent
+    between sites. Where a site was not observed, later ones see its mean.
+
+    Attributes:
+        means: By site, `[C, B, K, m]` with plates and event flattened.
+        covariances: Of the noise, by site, `[C, B, K, m, m]`.
+        values: What was seen, by site, `[B, m]`.
+        observed: Whether it was, by site, bool `[B, m]`.
+    """
+
+    def __init__(self, seen: Seen, signature: Signature, batch_shape: torch.Size) -> None:
+        super().__init__(seen, signature)
+        self.batch_shape = batch_shape
+        self.means: list[Tensor] = []
+        self.covariances: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.observed: list[Tensor] = []
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            return
+        name = msg["name"]
+        spec, value, flags = (
+            self.signature.observations[name],
+            self.seen.observations[name],  # [B, *plates, *event]
+            self.seen.observed[name],  # [B, *plates]
+        )
+        B, shape, size = len(value), spec.shape, spec.shape.numel()
+        self._require_visible(name, mask_of(msg), flags.reshape(1, B, 1, *spec.plates))
+
+        site = gaussian_site("observation", msg)
+        mean = site.loc.expand(self.batch_shape + shape)
+        self.means.append(mean.reshape(*self.batch_shape, size))
+        self.covariances.append(self._covariance(site, shape))
+
+        event = (1,) * (len(shape) - len(spec.plates))
+        flags = flags.reshape(B, *spec.plates, *event).expand(B, *shape)
+        self.values.append(value.reshape(B, size))
+        self.observed.append(flags.reshape(B, size))
+        at_sites = value.reshape(1, B, 1, *shape)
+        msg["value"] = torch.where(flags.reshape(1, B, 1, *shape), at_sites, mean)
+
+    def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
+        """Of the site's noise, `[C, B, K, m, m]`."""
+        batch, size = self.batch_shape, shape.numel()
+        if site.scale is None:
+            return site.loc.new_zeros(()).expand(*batch, size, size)
+        if not site.triangular:
+            variance = site.scale.square().expand(batch + shape).reshape(*batch, size)
+            return variance[..., None] if size == 1 else torch.diag_embed(variance)
+        covariance = (site.scale @ site.scale.mT).expand(*batch, *shape, shape[-1])
+        return block_diagonal(list(covariance.reshape(*batch, -1, shape[-1], shape[-1]).unbind(len(batch))))
+
+
+def block_diagonal(blocks: list[Tensor]) -> Tensor:
+    """Square blocks `[…, n_i, n_i]` along the diagonal of one matrix `[…, n, n]`, batched."""
+    if len(blocks) == 1:
+        return blocks[0]
+    sizes = [block.shape[-1] for block in blocks]
+    rows, start = [], 0
+    for block, size in zip(blocks, sizes, strict=True):
+        rows.append(torch.nn.functional.pad(block, (start, sum(sizes) - start - size)))
+        start += size
+    return torch.cat(rows, -2)
+
+
+class Coordinates:
+    """The leaves of a state side by side, as one vector of dimension D.
+
+    Raises:
+        UnsupportedModelError: If a leaf is not made of real numbers.
+    """
+
+    def __init__(self, model: CPOMDP, signature: Signature) -> None:
+        for name, leaf in leaves(signature.state):
+            if not leaf.dtype.is_floating_point:
+                what = "the state" if name == "state" else f"'{name}' in the state"
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: {what} is {leaf.dtype}, but Kalman filters need states of real "
+                    "numbers (floating point)"
+                )
+        self.signature = signature
+        found: list[Leaf] = [leaf for _, leaf in leaves(signature.state)]
+        self.sizes = [leaf.shape.numel() for leaf in found]
+        self.dim = sum(self.sizes)
+        self.dtype = found[0].dtype
+        for leaf in found:
+            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+
+    def vector(self, state: Any, batch_shape: torch.Size) -> Tensor:
+        """A state that a program returned, as `[*batch_shape, D]`."""
+        full = self.signature.broadcast(state, batch_shape)
+        parts = [
+            leaf.reshape(*batch_shape, size) for (_, leaf), size in zip(leaves(full), self.sizes, strict=True)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.dtype)
+
+    def state(self, vector: Tensor) -> Any:
+        """A vector `[…, D]` as a state, with leaves `[…, *leaf]`."""
+        batch, parts = vector.shape[:-1], iter(vector.split(self.sizes, -1))
+
+        def leaf_of(leaf: Leaf) -> Tensor:
+            part: Tensor = next(parts)
+            return part.reshape(batch + leaf.shape).to(leaf.dtype)
+
+        return map_state(leaf_of, self.signature.state)

@@ -1,0 +1,628 @@
+"""The likelihood of models with one or two real numbers for a state, on a grid of points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count
+from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.enumeration import (
+    ENGINE_AXES,
+    Enumerated,
+    Nodes,
+    double_precision,
+    in_double_precision,
+)
+from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion
+from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import History
+    from cpomdp_ppl.state import State
+
+Bounds = Sequence[float] | Sequence[Sequence[float]]
+
+BLOCK = 64
+"""Points whose transitions are stored and multiplied together."""
+
+AT_ONCE = 2**22
+"""Numbers that one run of a program may produce while tables are built."""
+
+MEMORY = 2**22
+"""Bytes that a batch of beliefs may take: more are not faster, as they leave the cache."""
+
+SCAN = 2**14
+"""Points at which functions are evaluated together in the search for jumps."""
+
+LEVELS, REACH = 2, 16
+"""How often cells around a jump are halved, and from how many cells' distance on."""
+
+MOST_JUMPS = 32
+"""With more, a function is rather rough everywhere."""
+
+BOUNDARY_MASS = 1e-3
+"""Probability on the boundary from which on the bounds are too tight."""
+
+
+@dataclass(frozen=True)
+class GridFilter(Backend):
+    """A filter for one- and two-dimensional states that is exact up to the spacing of a grid.
+
+    Transitions are found by pushing every grid point through the program, with quadrature nodes for its
+    noise, and sharing out what arrives among the grid points around it such that moments up to the third
+    are kept: the grid adds no diffusion. It can be refined at will, which makes it the truth in tests.
+
+    The points are centres of cells. Cells that the bounds do not fix have round edges, since there the
+    thresholds of programs tend to be; if a density or reward jumps inside a cell, it is averaged there.
+
+    Args:
+        num_points: About how many points in all.
+        bounds: `(low, high)` of the state, or one such pair for each of its two numbers. Left out, they are
+            found by simulating the model under each constant action and under random ones.
+        subpoints: In how many parts a cell is cut, along each axis, to average over a jump.
+    """
+
+    num_points: int = 1200
+    bounds: Bounds | None = None
+    subpoints: int = 16
+
+    name: ClassVar[str] = "grid"
+
+    def __post_init__(self) -> None:
+        require_count("num_points", self.num_points)
+        require_count("subpoints", self.subpoints)
+        require(self.num_points >= 16, "num_points", self.num_points, "at least 16")
+        if self.bounds is not None:
+            proper = all(
+                len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in _pairs(self.bounds)
+            )
+            require(proper, "bounds", self.bounds, "(low, high) with low < high, or a pair of these")
+
+    @double_precision()
+    def recursion(self, model: CPOMDP) -> GridRecursion:
+        """The grid of a model, and the tables on it."""
+        return GridRecursion(model, self)
+
+    def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
+        """As many as keep a belief `[C, B, G]` within `MEMORY`."""
+        assert isinstance(recursion, GridRecursion)
+        return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size))
+
+
+class Grid:
+    """Cells in one or two dimensions, and their centres: the points.
+
+    Args:
+        edges: Of the cells along each axis, ascending.
+    """
+
+    def __init__(self, edges: Sequence[Tensor]) -> None:
+        self.edges = list(edges)
+        self.lines = [(x[1:] + x[:-1]) / 2 for x in edges]
+        self.shape = tuple(len(line) for line in self.lines)
+        self.size = math.prod(self.shape)
+        self.dim = len(self.shape)
+        self.points = torch.cartesian_prod(*self.lines).reshape(-1, self.dim)  # [G, d]
+        self.widths = torch.cartesian_prod(*[x.diff() for x in edges]).reshape(-1, self.dim)  # [G, d]
+        self.finest = self.widths.amin(0)  # [d]
+        at_end = [torch.arange(n) % (n - 1) == 0 for n in self.shape]
+        self.boundary = torch.cartesian_prod(*at_end).reshape(-1, self.dim).any(1).nonzero()[:, 0]
+
+    @staticmethod
+    def between(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
+        """The grid of equal cells that fills given bounds."""
+        n = _per_axis(num_points, len(bounds))
+        return Grid([torch.linspace(low, high, n + 1) for low, high in bounds])
+
+    @staticmethod
+    def around(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
+        """A grid of equal cells that covers bounds and has edges at round numbers."""
+        n = _per_axis(num_points, len(bounds))
+        edges = []
+        for low, high in bounds:
+            h = _round_spacing((high - low) / n)
+            first, last = math.floor(low / h), math.ceil(high / h)
+            edges.append(torch.arange(first, max(last, first + 4) + 1) * h)
+        return Grid(edges)
+
+    def refined(self, jumps: Sequence[float]) -> Grid:
+        """A one-dimensional grid of equal cells, with finer ones around jumps.
+
+        A belief conditioned on a density that jumps has a steep edge there, which coarse cells would blur.
+        All but the outermost edges move a little, such that the first jump is on one.
+
+        Args:
+            jumps: Where they are.
+        """
+        edges, h = self.edges[0].clone(), float(self.finest[0])
+        if jumps:
+            away = math.remainder(jumps[0] - float(edges[0]), h)
+            edges[1:-1] += away if abs(away) > 1e-9 * h else 0.0
+        for level in range(LEVELS):
+            middle = (edges[1:] + edges[:-1]) / 2
+            near = torch.zeros_like(middle, dtype=torch.bool)
+            for jump in jumps:
+                near |= (middle - jump).abs() < REACH * h / 2**level
+            edges = torch.cat([edges, middle[near]]).sort().values
+        return Grid([edges])
+
+    def __str__(self) -> str:
+        return " × ".join(f"[{x[0]:.4g}, {x[-1]:.4g}]" for x in self.edges)
+
+    def containing(self, jumps: Sequence[float]) -> Tensor:
+        """Numbers of the cells of a one-dimensional grid that have jumps inside, not at their edges."""
+        x = torch.tensor(jumps)
+        cell = torch.searchsorted(self.edges[0], x) - 1
+        x, cell = (kept[(cell >= 0) & (cell < self.size)] for kept in (x, cell))
+        place = (x - self.edges[0][cell]) / self.widths[cell, 0]
+        inside: Tensor = cell[(place > 1e-3) & (place < 1 - 1e-3)].unique()
+        return inside
+
+    def subpoints(self, cells: Tensor, parts: int) -> Tensor:
+        """Points that divide cells evenly, `[cells, parts**d, d]`."""
+        offset = (torch.arange(parts) + 0.5) / parts - 0.5
+        offsets = torch.cartesian_prod(*[offset] * self.dim).reshape(-1, self.dim)
+        return self.points[cells, None] + offsets * self.widths[cells, None]
+
+    def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The grid points around points `x [..., d]`, and what share each gets: cubic Lagrange weights.
+
+        What falls outside goes to the boundary.
+
+        Returns:
+            Numbers of grid points and their shares, both `[..., 4**d]`.
+        """
+        index = torch.zeros((*x.shape[:-1], 1), dtype=torch.long)
+        share = torch.ones(*x.shape[:-1], 1)
+        for axis, line in enumerate(self.lines):
+            n, tiny = len(line), 1e-9 * self.finest[axis]
+            along = x[..., axis].clamp(line[0], line[-1]).contiguous()
+            after = torch.searchsorted(line, along - tiny).clamp(max=n - 1)
+            along = torch.where((line[after] - along).abs() <= tiny, line[after], along)  # exactly on a point
+            four = (after - 2).clamp(0, n - 4)[..., None] + torch.arange(4)
+            weights = _lagrange(line, along, four)
+            index = (index[..., :, None] * n + four[..., None, :]).flatten(-2)
+            share = (share[..., :, None] * weights[..., None, :]).flatten(-2)
+        return index, share
+
+
+@dataclass(frozen=True)
+class Band:
+    """Transitions from the points `start … start + P - 1` to `low … high - 1`.
+
+    Attributes:
+        weights: `[C, P, high - low]`; `[1, …]` if all contexts are alike.
+    """
+
+    start: int
+    low: int
+    high: int
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Transition:
+    """Where one action leads to.
+
+    Attributes:
+        bands: The table's blocks of rows, each with the columns that are not zero.
+        identity: Whether every point stays where it is.
+        signed: Whether some weights are negative: where motion without noise ends between grid points.
+    """
+
+    bands: Sequence[Band]
+    identity: bool
+    signed: bool
+
+    def __call__(self, p: Tensor) -> Tensor:
+        """Move beliefs `[C, R, G]`."""
+        if self.identity:
+            return p
+        moved = torch.zeros_like(p)
+        for c, (source, target) in enumerate(zip(p, moved, strict=True)):
+            highest = source.amax(0).tolist()  # empty stretches of the grid are skipped
+            for band in self.bands:
+                stop = band.start + band.weights.shape[1]
+                if max(highest[band.start : stop]) > 1e-20:
+                    weights = band.weights[c if len(band.weights) > 1 else 0]
+                    target[:, band.low : band.high].addmm_(source[:, band.start : stop], weights)
+        if self.signed:
+            moved = moved.clamp_(min=0)
+            moved = moved / moved.sum(-1, keepdim=True)
+        return moved
+
+
+class GridRecursion(DiscreteRecursion):
+    """The forward recursion over the points of a grid.
+
+    Attributes:
+        grid: The G points.
+        jumps: Numbers of the cells inside which the density of an observation jumps.
+        reward_jumps: Numbers of the cells inside which the reward does.
+    """
+
+    def __init__(self, model: CPOMDP, settings: GridFilter) -> None:
+        _require_continuous(model)
+        super().__init__(in_double_precision(model))
+        self.settings = settings
+        self.dim = _require_few_numbers(type(model).__name__, self.signature.state)
+        self._transitions: dict[int, Transition] = {}
+        trials = _trials(self.model)
+        if settings.bounds is None:
+            bounds = _reached(self.model, trials, self.coordinates)
+            self.grid = Grid.around(bounds, settings.num_points)
+        else:
+            pairs = _pairs(settings.bounds)
+            require(
+                len(pairs) == self.dim, "bounds", settings.bounds, f"{self.dim} pair(s), one for each number"
+            )
+            self.grid = Grid.between(pairs, settings.num_points)
+        self._refine(_probes(trials[-1]))
+        self.states = self.as_state(self.grid.points[None, None])
+        self.initial = self._initial()
+        self._require_inside(self.initial[:, None], None)
+        self.rewards = self._rewards()
+
+    def as_state(self, x: Tensor) -> Any:
+        """Points `[..., d]` as states with leaves `[..., *shape]`."""
+        flat, done = x, 0
+
+        def take(leaf: Any) -> Tensor:
+            nonlocal done
+            size = math.prod(leaf.shape)
+            part, done = flat[..., done : done + size], done + size
+            return part.reshape(*flat.shape[:-1], *leaf.shape)
+
+        return map_state(take, self.signature.state)
+
+    def coordinates(self, state: Any, shape: torch.Size) -> Tensor:
+        """States with the batch `shape` (or less) as points `[*shape, d]`."""
+        full = self.signature.broadcast(state, shape)
+        return torch.cat([leaf.reshape(*shape, -1) for _, leaf in leaves(full)], -1).double()
+
+    def predict(self, p: Tensor, action: Tensor) -> Tensor:
+        """Move beliefs `[C, B, G]` by their actions."""
+        present = action.unique().tolist()
+        moving = [a for a in present if not self.transition(a).identity]
+        if not moving:
+            return p
+        if len(present) == 1:
+            return self.transition(present[0])(p)
+        predicted = p.clone() if len(moving) < len(present) else torch.empty_like(p)
+        for a in moving:
+            rows = (action == a).nonzero()[:, 0]
+            predicted.index_copy_(1, rows, self.transition(a)(p[:, rows]))
+        return predicted
+
+    @double_precision()
+    def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
+        """Move by `seen.action`, then condition on what was seen."""
+        assert seen.action is not None
+        predicted = self.predict(belief.probabilities, seen.action)
+        self._require_inside(predicted, seen)
+        return self.look(DiscreteBelief(predicted), seen)
+
+    def look(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
+        """Condition on what was seen."""
+        posterior, increment = super().look(belief, seen)
+        if posterior is not belief:
+            self._require_inside(posterior.probabilities, seen)
+        return posterior, increment
+
+    def log_likelihood(self, seen: Seen) -> Tensor:
+        """`log p(o | x, a, c)` at the points, and its mean over cells in which it jumps, `[C, B, G]`."""
+        at_points = self._log_density(self.states, self.grid.size, seen)
+        if not len(self.jumps):
+            return at_points
+        x = self.grid.subpoints(self.jumps, self._parts)  # [J, M, d]
+        inside = self._log_density(self.as_state(x.flatten(0, 1)[None, None]), x.shape[0] * x.shape[1], seen)
+        means = inside.unflatten(-1, x.shape[:2]).logsumexp(-1) - math.log(x.shape[1])
+        return at_points.index_copy(-1, self.jumps, means)
+
+    def moments(self, belief: DiscreteBelief) -> tuple[State, State]:
+        """Mean and variance of the state."""
+        x, p = self.grid.points, belief.probabilities
+        mean = p @ x
+        variance = (p @ x**2 - mean**2).clamp(min=0)
+        return self.as_state(mean), self.as_state(variance)
+
+    @double_precision()
+    def transition(self, a: int) -> Transition:
+        """Where action `a` leads to; found when first asked for."""
+        if a not in self._transitions:
+            self._transitions[a] = self._transition(a)
+        return self._transitions[a]
+
+    @cached_property
+    def _parts(self) -> int:
+        """Parts of a cell along each axis: a power as many in two dimensions."""
+        return self.settings.subpoints if self.dim == 1 else max(2, round(self.settings.subpoints**0.5))
+
+    def _log_density(self, states: Any, number: int, seen: Seen) -> Tensor:
+        density = log_density_of_seen(self.model, self.signature, states, self.context, seen).double()
+        B = len(next(iter(seen.observations.values())))
+        return density.expand(len(self.context), B, number)
+
+    def _push(
+        self, program: str, x: Tensor | None, a: int, nodes: Nodes
+    ) -> tuple[Tensor, Tensor, Enumerated]:
+        """Push points `[P, d]` through a program: where to, `[K, C, P, d]`, and the weights `[K, C, P]`."""
+        C, P = len(self.context), 1 if x is None else len(x)
+        with Enumerated(program, len(self.own), nodes) as enumerated:
+            if x is None:
+                state = self.model.initial(self.context)
+            else:
+                state = self.model.transition(
+                    self.as_state(x[None, None]), axes(torch.tensor([a]), len(self.own)), self.context
+                )
+        added = enumerated.weights.shape[:-ENGINE_AXES]
+        where = self.coordinates(state, torch.Size((*added, C, 1, P)))
+        weights = enumerated.weights.expand(*added, C, 1, P)
+        if not bool(torch.isfinite(where).all()):
+            c = int((~torch.isfinite(where)).nonzero()[0, len(added)])
+            raise DensityError(
+                f"{program}: the state is not finite somewhere within the grid's bounds {self.grid} "
+                f"in context '{self.model.context_names[c]}'"
+            )
+        return where.reshape(-1, C, P, self.dim), weights.reshape(-1, C, P), enumerated
+
+    def _nodes(self, program: str, x: Tensor | None, a: int) -> Nodes:
+        """So many nodes that they come to lie no further apart than grid points."""
+        _, _, pilot = self._push(program, x, a, Nodes(3))
+        dims = len(pilot.noise_axes)
+        if not dims:
+            return Nodes(3)
+        number = 33 if dims == 1 else 9
+        nodes = Nodes(number, reach=6.5 if dims == 1 else 5.0)
+        where, _, pilot = self._push(program, x, a, nodes)
+        added = pilot.weights.shape[:-ENGINE_AXES]
+        where = where.reshape(*added, *where.shape[1:]) / self.grid.finest
+        tail = round(0.35 * number)  # |ε| > 2: may be stretched, but hardly counts
+        furthest = 1.0
+        for axis in pilot.noise_axes:
+            gaps = where.movedim(len(added) - 1 - axis, 0)[tail:-tail].diff(dim=0)
+            furthest = max(furthest, float(gaps.abs().max()))
+        most = 2049 if dims == 1 else max(9, int(66_000 ** (1 / dims)))
+        wanted = math.ceil((number - 1) * furthest / (0.75 if dims == 1 else 1.5)) + 1
+        return Nodes(min(max(wanted, number), most), reach=6.5 if dims == 1 else 5.0)
+
+    def _deposit(self, where: Tensor, weights: Tensor) -> Tensor:
+        """Share out `[K, C, P, d]` among the grid's points, `[C, P, G]`."""
+        index, share = self.grid.shares(where)  # [K, C, P, 4**d]
+        share = share * weights[..., None]
+        table = torch.zeros(*where.shape[1:3], self.grid.size)
+        return table.scatter_add_(-1, _last(index), _last(share))
+
+    def _initial(self) -> Tensor:
+        dims = len(self._push("initial", None, 0, Nodes(3))[2].noise_axes)
+        nodes = self._nodes("initial", None, 0)
+        many = {0: 3, 1: 16_385, 2: 257}.get(dims, len(nodes))
+        table = self._deposit(*self._push("initial", None, 0, Nodes(max(many, len(nodes))))[:2])[:, 0]
+        table = table.clamp(min=0)
+        return table / table.sum(-1, keepdim=True)
+
+    def _transition(self, a: int) -> Transition:
+        x, C = self.grid.points, len(self.context)
+        nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
+        K = len(self._push("transition", x[:1], a, nodes)[0])
+        size = max(1, min(BLOCK, AT_ONCE // (K * C * 4**self.dim)))
+        bands, identity, signed, alike = [], True, False, True
+        for start in range(0, len(x), BLOCK):
+            block = x[start : start + BLOCK]
+            rows = [
+                self._deposit(*self._push("transition", part, a, nodes)[:2]) for part in block.split(size)
+            ]
+            table = torch.cat(rows, 1)  # [C, P, G]
+            table[(table < 0) & (table > -1e-6)] = 0.0
+            table /= table.sum(-1, keepdim=True)
+            columns = (table != 0).any(0).any(0).nonzero()[:, 0]
+            low, high = int(columns[0]), int(columns[-1]) + 1
+            table = table[..., low:high].clone()
+            P = len(block)
+            identity = identity and low == start and high == start + P and bool((table == torch.eye(P)).all())
+            signed = signed or bool((table < 0).any())
+            alike = alike and bool((table == table[:1]).all())
+            bands.append(Band(start, low, high, table))
+        if alike:
+            bands = [Band(band.start, band.low, band.high, band.weights[:1]) for band in bands]
+        return Transition(bands, identity, signed)
+
+    def _refine(self, probes: Seen | None) -> None:
+        """Find out where densities and rewards jump, and make the grid fit."""
+        functions: list[Callable[[Tensor], Tensor]] = [self._reward_at]
+        if probes is not None:
+            functions.insert(0, partial(self._density_at, probes))
+        if self.dim == 2:
+            found = [self._cells_with_jumps(function) for function in functions]
+            self.jumps = found[0] if probes is not None else found[0][:0]
+            self.reward_jumps = found[-1]
+            return
+        places = [_jumps(function, self.grid) for function in functions]
+        self.grid = self.grid.refined([x for some in places for x in some])
+        self.jumps = self.grid.containing(places[0] if probes is not None else [])
+        self.reward_jumps = self.grid.containing(places[-1])
+
+    def _density_at(self, probes: Seen, x: Tensor) -> Tensor:
+        """Log-densities of some observations at points `[P, d]`, `[C, B, P]`."""
+        return self._log_density(self.as_state(x[None, None]), len(x), probes).clamp(min=-1e3)
+
+    def _reward_at(self, x: Tensor) -> Tensor:
+        """Rewards of all actions at points `[P, d]`, `[C, A, P]`."""
+        C, A = len(self.context), self.model.num_actions
+        return self.reward(self.as_state(x[None, None]), torch.arange(A), (C, A, len(x))).double()
+
+    def _rewards(self) -> Tensor:
+        """`r_c(x, a)` at the points, and its mean over cells in which it jumps, `[C, A, G]`."""
+        rewards = self._reward_at(self.grid.points)
+        x = self.grid.subpoints(self.reward_jumps, self._parts)  # [J, M, d]
+        means = self._reward_at(x.flatten(0, 1)).unflatten(-1, x.shape[:2]).mean(-1)
+        return rewards.index_copy(-1, self.reward_jumps, means)
+
+    def _cells_with_jumps(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """The cells of a two-dimensional grid inside which a function jumps."""
+        found = []
+        for cells in torch.arange(self.grid.size).split(max(1, SCAN // self._parts**2)):
+            x = self.grid.subpoints(cells, self._parts)
+            values = function(x.flatten(0, 1)).unflatten(-1, (len(cells), self._parts, self._parts))
+            found.append(cells[_jump_along(values, -1) | _jump_along(values, -2)])
+        return torch.cat(found)
+
+    def _require_inside(self, p: Tensor, seen: Seen | None) -> None:
+        at_boundary = p[..., self.grid.boundary].sum(-1)  # [C, B]
+        if bool((at_boundary > BOUNDARY_MASS).any()):
+            c, b = (at_boundary > BOUNDARY_MASS).nonzero()[0].tolist()
+            when = "at the start" if seen is None else f"at time {seen.time} of episode {b + seen.offset}"
+            raise DensityError(
+                f"grid: the state leaves the bounds {self.grid} {when} in context "
+                f"'{self.model.context_names[c]}' (probability {float(at_boundary[c, b]):.2g}); "
+                "give wider `bounds`"
+            )
+
+
+def _jump_along(values: Tensor, axis: int) -> Tensor:
+    """Which cells a function jumps in, from its values `[..., cells, parts, parts]`: bool `[cells]`.
+
+    A smooth function changes bit by bit; one that jumps, between two neighbours only.
+    """
+    changes = values.diff(dim=axis).abs()
+    largest, total = changes.amax(axis), changes.sum(axis)  # [..., cells, parts]
+    found = (largest > 0.7 * total) & (largest > 1e-5 * (1 + values.abs().amax(axis)))
+    return found.movedim(-2, 0).flatten(1).any(1)
+
+
+def _jumps(function: Callable[[Tensor], Tensor], grid: Grid) -> list[float]:
+    """Where a function of one real number jumps, within a grid.
+
+    Args:
+        function: From points `[P, 1]` to values `[..., P]`.
+        grid: Of one dimension.
+    """
+    x = grid.subpoints(torch.arange(grid.size), 16).flatten(0, 1)  # [P, 1], ascending
+    jump = torch.zeros(len(x) - 1, dtype=torch.bool)
+    for some in torch.arange(len(x)).split(SCAN):
+        some = torch.arange(max(0, int(some[0]) - 3), int(some[-1]) + 1)  # chunks overlap
+        values = function(x[some])
+        changes = values.diff().abs()
+        around = torch.maximum(changes[..., 2:], changes[..., :-2])
+        found = (changes[..., 1:-1] > 4 * around) & (
+            changes[..., 1:-1] > 1e-5 * (1 + values[..., 1:-2].abs())
+        )
+        jump[some[1:-2]] |= found.flatten(0, -2).any(0)
+    where = jump.nonzero()[:, 0]
+    if len(where) > MOST_JUMPS:
+        return []
+    low, high = x[where], x[where + 1]
+    for _ in range(50):  # bisection: the jump is in the half that changes more
+        middle = (low + high) / 2
+        a, b, c = function(low), function(middle), function(high)
+        left = ((b - a).abs().flatten(0, -2).amax(0) > (c - b).abs().flatten(0, -2).amax(0))[:, None]
+        low, high = torch.where(left, low, middle), torch.where(left, middle, high)
+    return [float(place) for place in (low + high)[:, 0] / 2]
+
+
+def _lagrange(line: Tensor, x: Tensor, four: Tensor) -> Tensor:
+    """Cubic Lagrange weights of the nodes `line[four]`, `[..., 4]`, at `x [...]`."""
+    nodes = line[four]
+    weights = torch.ones_like(nodes)
+    for i in range(4):
+        for j in range(4):
+            if i != j:
+                weights[..., i] *= (x - nodes[..., j]) / (nodes[..., i] - nodes[..., j])
+    return weights
+
+
+def _last(tensor: Tensor) -> Tensor:
+    """`[K, C, P, W]` as `[C, P, K · W]`."""
+    return tensor.permute(1, 2, 0, 3).flatten(2)
+
+
+def _trials(model: CPOMDP) -> list[Episodes]:
+    """Episodes under each constant action, then under random ones."""
+    B = 128 * model.num_contexts
+
+    def always(a: int) -> Callable[[History], Tensor]:
+        return lambda history: torch.full((B,), a, device=model.device)
+
+    policies: list[Any] = [*map(always, range(model.num_actions)), RandomPolicy(model.num_actions)]
+    return [simulate(model, policy, B, contexts="balanced", seed=0) for policy in policies]
+
+
+def _reached(
+    model: CPOMDP, trials: Sequence[Episodes], coordinates: Callable[[Any, torch.Size], Tensor]
+) -> list[tuple[float, float]]:
+    """Bounds of where episodes get to: several standard deviations around the mean, at any time."""
+    lows, highs = [], []
+    for trial in trials:
+        x = coordinates(trial.states, torch.Size((len(trial), trial.horizon + 1)))
+        x = x.unflatten(0, (-1, model.num_contexts))  # balanced contexts: [B / C, C, T+1, d]
+        mean, reach = x.mean(0), (7.0 if x.shape[-1] == 1 else 5.5) * x.std(0)  # in a plane, points are dear
+        lows.append(torch.minimum(mean - reach, x.amin(0)).flatten(0, 1).amin(0))
+        highs.append(torch.maximum(mean + reach, x.amax(0)).flatten(0, 1).amax(0))
+    low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+    still = high - low < 1e-9 * (1 + high.abs())
+    low, high = torch.where(still, low - 0.5, low), torch.where(still, high + 0.5, high)
+    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def _probes(trial: Episodes, number: int = 64) -> Seen | None:
+    """Some steps of simulated episodes in which something was observed."""
+    seen = trial.observed.values()
+    flags = torch.stack([flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in seen])
+    where = flags.any(0).nonzero()  # [steps, 2]
+    if not len(where):
+        return None
+    b, t = where[torch.linspace(0, len(where) - 1, min(number, len(where))).long()].unbind(1)
+    return Seen(
+        1,
+        trial.actions[b, t],
+        {site: value[b, t] for site, value in trial.observations.items()},
+        {site: flags[b, t] for site, flags in trial.observed.items()},
+    )
+
+
+def _require_continuous(model: CPOMDP) -> None:
+    if model.states is not None:
+        raise UnsupportedModelError(
+            f"grid: {type(model).__name__} is finite (`states = {model.states}`); "
+            'the backend "exact" serves it'
+        )
+
+
+def _require_few_numbers(model: str, state: Any) -> int:
+    sizes: dict[str, int] = {name: math.prod(leaf.shape) for name, leaf in leaves(state)}
+    for name, leaf in leaves(state):
+        if not leaf.dtype.is_floating_point:
+            raise UnsupportedModelError(f"grid: '{name}' of {model} is {leaf.dtype}, not a real number")
+    total = sum(sizes.values())
+    if total not in (1, 2):
+        shown = ", ".join(f"'{name}': {size}" for name, size in sizes.items())
+        raise UnsupportedModelError(f"grid: the state of {model} has {total} numbers ({shown}), not 1 or 2")
+    return total
+
+
+def _pairs(bounds: Any) -> list[Sequence[float]]:
+    return [bounds] if isinstance(bounds[0], (int, float)) else list(bounds)
+
+
+def _per_axis(num_points: int, dim: int) -> int:
+    return max(4, round(float(num_points ** (1 / dim))))
+
+
+def _round_spacing(spacing: float) -> float:
+    """A nearby spacing that divides a power of ten into a round number of parts."""
+    unit = 10.0 ** math.ceil(math.log10(10 * spacing))
+    parts = unit / spacing  # 10 to 100
+    step = 10 if parts >= 30 else 5
+    return unit / (round(parts / step) * step)

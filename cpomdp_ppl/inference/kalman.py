@@ -1,0 +1,375 @@
+"""What Kalman filters share: a Gaussian belief, pushed through programs, conditioned, and smoothed."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.inference.backend import (
+    Backend,
+    Recursion,
+    checked,
+    inferring,
+    initial_step,
+    require_same_sites,
+    steps,
+)
+from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
+from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.state import map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+
+Function: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""Of points `[C, B, K, n]`; gives values `[C, B, K, m]` and the covariance of noise there, if any."""
+
+
+@dataclass(frozen=True)
+class GaussianBelief:
+    """`N(μ, L Lᵀ)` over the state vector.
+
+    Attributes:
+        mean: μ, `[C, B, D]`.
+        root: L, `[C, B, D, D]`; any square root of the covariance, which may be singular.
+    """
+
+    mean: Tensor
+    root: Tensor
+
+    @property
+    def covariance(self) -> Tensor:
+        """`[C, B, D, D]`."""
+        return self.root @ self.root.mT
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A Gaussian pushed through a function, as far as first and second moments tell.
+
+    Attributes:
+        mean: Of the values, `[C, B, m]`.
+        inputs: Deviations of the arguments from their mean, `[C, B, K, n]`.
+        outputs: The values' deviations from theirs, `[C, B, K, m]`.
+        weights: Of the K deviations in a covariance, `[K]`; None if all are 1.
+        noise: Mean covariance of the noise on top of the values, `[C, B, m, m]`, if there is any.
+    """
+
+    mean: Tensor
+    inputs: Tensor
+    outputs: Tensor
+    weights: Tensor | None
+    noise: Tensor | None
+
+    def covariance(self, left: Tensor, right: Tensor) -> Tensor:
+        """Of two families of deviations `[C, B, K, ·]`."""
+        return (left if self.weights is None else left * self.weights[:, None]).mT @ right
+
+
+class KalmanRecursion(Recursion):
+    """A Gaussian belief, by whatever way of pushing Gaussians through functions a subclass brings.
+
+    Raises:
+        UnsupportedModelError: If the programs cannot be read as Gaussian.
+    """
+
+    def __init__(self, model: CPOMDP, reward_points: int) -> None:
+        super().__init__(model)
+        self.coordinates = Coordinates(model, self.signature)
+        points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
+        self.normal_points = points.to(model.device, self.coordinates.dtype)
+        own, action = len(self.own), torch.zeros((1, 1, 1, *self.own), dtype=torch.long, device=model.device)
+        with Reparameterised("initial", own) as initial:
+            state = model.initial(self.context)
+        self.initial_noise = max(initial.num_noise, 1)  # a filter needs at least one direction to look in
+        state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
+        with Reparameterised("transition", own) as transition:
+            state = model.transition(state, action, self.context)
+        self.transition_noise = transition.num_noise
+        with Reparameterised("observation", own):
+            model.observation(state, action, self.context)
+
+    @abstractmethod
+    def transform(self, function: Function, size: int, mean: Tensor, root: Tensor) -> Transformed:
+        """Push `N(mean, root rootᵀ)`, of shapes `[C, B, n]` and `[C, B, n, n]`, through a function.
+
+        Args:
+            function: Of points on the particle axis.
+            size: How many values m it has.
+            mean: Of its argument.
+            root: Of the argument's covariance.
+        """
+
+    def start(self, num_episodes: int) -> GaussianBelief:
+        """The belief about `s_0`: the `initial` program as a function of its noise."""
+        C, E = self.model.num_contexts, self.initial_noise
+
+        def initial(noise: Tensor) -> tuple[Tensor, None]:
+            with Reparameterised("initial", len(self.own), noise):
+                return self.coordinates.vector(self.model.initial(self.context), noise.shape[:-1]), None
+
+        mean, root = self._standard_noise(C, 1, E)
+        moved = self.transform(initial, self.coordinates.dim, mean, root)
+        mean, root = moved.mean, square_root(moved.covariance(moved.outputs, moved.outputs))
+        return GaussianBelief(mean.repeat(1, num_episodes, 1), root.repeat(1, num_episodes, 1, 1))
+
+    def predict(self, belief: GaussianBelief, action: Tensor) -> tuple[GaussianBelief, Transformed]:
+        """Move by an action `[B]`. Returns the belief about the next state, and how it came about."""
+        D, own, a = self.coordinates.dim, len(self.own), axes(action, len(self.own))
+
+        def transition(points: Tensor) -> tuple[Tensor, None]:
+            state = self.coordinates.state(points[..., :D])
+            with Reparameterised("transition", own, points[..., D:]):
+                state = self.model.transition(state, a, self.context)
+            return self.coordinates.vector(state, points.shape[:-1]), None
+
+        mean, root = belief.mean, belief.root
+        if self.transition_noise:
+            zeros, unit = self._standard_noise(mean.shape[0], mean.shape[1], self.transition_noise)
+            mean, root = torch.cat([mean, zeros], -1), block_diagonal([root, unit])
+        moved = self.transform(transition, D, mean, root)
+        root = square_root(moved.covariance(moved.outputs, moved.outputs))
+        return GaussianBelief(moved.mean, root), moved
+
+    def step(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+        """Predict, then update."""
+        assert seen.action is not None
+        predicted, _ = self.predict(belief, seen.action)
+        return self.look(predicted, seen)
+
+    def look(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+        """The Kalman update; what was not observed takes no part in it."""
+        if seen.rows is not None and not len(seen.rows):
+            return belief, belief.mean.new_zeros(belief.mean.shape[:2], dtype=torch.float64)
+        values, observed, sensed = self._sense(belief, seen)
+
+        # A component that was not observed becomes one of its own, of variance 1, that was just as expected.
+        Z = torch.where(observed[:, None], sensed.outputs, 0.0)  # [C, B, K, m]
+        innovation = torch.where(observed, values - sensed.mean, 0.0)  # [C, B, m]
+        pairs = observed[:, :, None] & observed[:, None]  # [B, m, m]
+        unit = torch.eye(observed.shape[-1], dtype=Z.dtype, device=Z.device)
+        assert sensed.noise is not None
+        R = torch.where(pairs, sensed.noise, unit)  # [C, B, m, m]
+        S = sensed.covariance(Z, Z) + R
+
+        scores, log_det, gain = self._solve(S, innovation, sensed.covariance(Z, sensed.inputs), seen)
+        constants = math.log(2 * math.pi) * observed.sum(-1).double()  # [B]
+        increment = -0.5 * ((innovation * scores).sum(-1) + log_det + constants)  # float64
+
+        mean = belief.mean + (gain.mT @ innovation[..., None])[..., 0]
+        left = sensed.inputs - Z @ gain  # Joseph's form: a sum of squares, whatever the rounding
+        covariance = sensed.covariance(left, left) + gain.mT @ R @ gain
+        updated = GaussianBelief(mean, square_root(covariance))
+        if seen.rows is not None:  # others are not to change at all, not even by rounding
+            updated = where_alive(observed.any(-1), updated, belief)
+        return updated, increment
+
+    def _sense(self, belief: GaussianBelief, seen: Seen) -> tuple[Tensor, Tensor, Transformed]:
+        """What was seen `[B, m]`, whether it was, and the observation program as a function of the state."""
+        a = None if seen.action is None else axes(seen.action, len(self.own))
+        size = sum(site.shape.numel() for site in self.signature.observations.values())
+        dtype = self.coordinates.dtype
+        values: Tensor
+        observed: Tensor
+
+        def observation(points: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal values, observed
+            with Sensed(seen, self.signature, points.shape[:-1]) as sensed:
+                self.model.observation(self.coordinates.state(points), a, self.context)
+            values, observed = _joined(sensed.values).to(dtype), _joined(sensed.observed)
+            return _joined(sensed.means).to(dtype), block_diagonal(sensed.covariances).to(dtype)
+
+        transformed = self.transform(observation, size, belief.mean, belief.root)
+        return values, observed, transformed
+
+    def _solve(
+        self, S: Tensor, innovation: Tensor, cross: Tensor, seen: Seen
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`S⁻¹ ν`, `log |S|`, and the gain transposed, `S⁻¹ cov(z, x)` `[C, B, m, D]`."""
+        if S.shape[-1] == 1:  # by far the most common case; LAPACK would take most of the update's time
+            self._require_positive(S[..., 0, 0] > 0, seen)
+            return innovation / S[..., 0], S[..., 0, 0].log(), cross / S
+        factor, info = torch.linalg.cholesky_ex(S)
+        self._require_positive(info == 0, seen)
+        # Not `cholesky_solve`, which takes four times as long on many small matrices.
+        solved, _ = torch.linalg.solve_ex(S, torch.cat([innovation[..., None], cross], -1))
+        log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return solved[..., 0], log_det, solved[..., 1:]
+
+    def _require_positive(self, positive: Tensor, seen: Seen) -> None:
+        if not bool(positive.all()):
+            c, b = (~positive).nonzero()[0].tolist()
+            sites = ", ".join(f"'{site}'" for site in seen.observations)
+            raise DensityError(
+                f"time {seen.time} of episode {b + seen.offset} in context '{self.model.context_names[c]}': "
+                f"the covariance of what site {sites} should show is not positive definite"
+            )
+
+    def expected_reward(self, belief: GaussianBelief, action: Tensor) -> Tensor:
+        """The mean of `r` over points that are spread out as the belief is."""
+        spread = belief.root.mT
+        # For D = 1 a product of numbers, which is twenty times faster.
+        away = self.normal_points @ spread if spread.shape[-1] > 1 else self.normal_points * spread
+        points = belief.mean[:, :, None] + away  # [C, B, N, D]
+        shape = tuple(points.shape[:3])
+        return self.reward(self.coordinates.state(points), action, shape).mean(-1)
+
+    def moments(self, belief: GaussianBelief) -> tuple[Any, Any]:
+        """Mean and variance of every number in the state."""
+        return self.coordinates.state(belief.mean), self.coordinates.state(belief.root.square().sum(-1))
+
+    def _standard_noise(self, C: int, B: int, n: int) -> tuple[Tensor, Tensor]:
+        """Mean and square root of the covariance of ε."""
+        unit = torch.eye(n, dtype=self.coordinates.dtype, device=self.model.device)
+        return unit.new_zeros(()).expand(C, B, n), unit.expand(C, B, n, n)
+
+
+@dataclass(frozen=True)
+class KalmanFilter(Backend):
+    """A backend whose belief is Gaussian."""
+
+    @abstractmethod
+    def recursion(self, model: CPOMDP) -> KalmanRecursion:
+        """The filter at work on a model."""
+
+    def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
+        """As many as have 2²³ numbers in the points at which rewards are averaged."""
+        assert isinstance(recursion, KalmanRecursion)
+        return max(1, 2**23 // (model.num_contexts * recursion.normal_points.numel()))
+
+    def smooth(self, model: CPOMDP, episodes: Episodes) -> Smoothing:
+        """The states in hindsight: Rauch, Tung and Striebel's backward pass.
+
+        Each episode is smoothed from its own end; past it, moments stay what they are there.
+
+        Args:
+            model: The CPOMDP.
+            episodes: What was done and seen.
+
+        Raises:
+            UnsupportedModelError: If this backend cannot serve the model.
+            ObservationError: If the episodes are not of this model.
+            DensityError: If a program left the reals.
+        """
+        model.require_definition()
+        with inferring(model, 0):
+            recursion = self.recursion(model)
+            require_same_sites(recursion, episodes)
+            mean, variance = (
+                map_state(lambda *leaf: torch.stack(leaf).movedim(2, 0), *series)  # [B, T+1, C, …]
+                for series in zip(*rts(recursion, episodes), strict=True)
+            )
+        return Smoothing("RTS", mean, variance)
+
+
+def rts(recursion: KalmanRecursion, episodes: Episodes) -> list[tuple[Any, Any]]:
+    """Smoothed moments of the states at times 0 … T, leaves `[C, B, …]`."""
+    D = recursion.coordinates.dim
+    belief = recursion.start(len(episodes))
+    total = belief.mean.new_zeros(belief.mean.shape[:2], dtype=torch.float64)
+    if recursion.model.initial_observation:
+        seen = initial_step(episodes, 0)
+        belief, increment = recursion.look(belief, seen)
+        total = checked(recursion.model, total, increment, seen)
+    passed = []
+    for seen in steps(episodes, 0):
+        assert seen.action is not None
+        predicted, moved = recursion.predict(belief, seen.action)
+        cross = moved.covariance(moved.inputs[..., :D], moved.outputs)  # cov(s_t, s_{t+1})
+        passed.append((belief, predicted, cross, seen.alive))
+        updated, increment = recursion.look(predicted, seen)
+        belief = updated if seen.alive is None else where_alive(seen.alive, updated, belief)
+        total = checked(recursion.model, total, increment, seen)
+
+    eps = torch.finfo(recursion.coordinates.dtype).eps
+    mean, P = belief.mean.double(), belief.covariance.double()
+    smoothed = [(mean, P)]
+    for filtered, predicted, cross, alive in reversed(passed):
+        P_filtered, P_predicted = filtered.covariance.double(), predicted.covariance.double()
+        J = cross.double() @ pseudo_inverse(P_predicted, eps)  # [C, B, D, D]
+        back = (J @ (mean - predicted.mean.double())[..., None])[..., 0]
+        earlier = (filtered.mean.double() + back, P_filtered + J @ (P - P_predicted) @ J.mT)
+        if alive is not None:
+            earlier = (
+                torch.where(alive[:, None], earlier[0], mean),
+                torch.where(alive[:, None, None], earlier[1], P),
+            )
+        mean, P = earlier
+        smoothed.append(earlier)
+    as_state = recursion.coordinates.state
+    return [
+        (as_state(mean), as_state(P.diagonal(dim1=-2, dim2=-1).clamp(min=0)))
+        for mean, P in reversed(smoothed)
+    ]
+
+
+def square_root(P: Tensor) -> Tensor:
+    """Some L with `L Lᵀ = P` for a covariance `[…, D, D]` that may be singular: a Cholesky factor.
+
+    One column at a time, batched, because torch's own refuses singular matrices; where there is no
+    variance left in a coordinate, its column is zero.
+    """
+    D = P.shape[-1]
+    if D == 1:
+        return P.clamp(min=0).sqrt()
+    nothing = 8 * D * torch.finfo(P.dtype).eps * P.diagonal(dim1=-2, dim2=-1)  # [..., D]
+    columns = []
+    for j in range(D):
+        pivot = P[..., j, j]
+        empty = pivot <= nothing[..., j]
+        column = P[..., j] * torch.where(empty, 0.0, torch.where(empty, 1.0, pivot).rsqrt())[..., None]
+        columns.append(column)
+        P = P - column[..., :, None] * column[..., None, :]
+    return torch.stack(columns, -1)
+
+
+def pseudo_inverse(P: Tensor, eps: float) -> Tensor:
+    """Of a covariance `[…, D, D]`, scaled so that units of measurement do not decide what counts as zero."""
+    sd = P.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    scale = torch.where(sd > 0, sd, 1.0).reciprocal()
+    scale = scale[..., :, None] * scale[..., None, :]
+    inverse: Tensor = torch.linalg.pinv(P * scale, rtol=8 * P.shape[-1] * eps, hermitian=True) * scale
+    return inverse
+
+
+def normal_points(num_points: int, dim: int) -> Tensor:
+    """N points `[N, D]` spread out like a standard normal, for means of functions that may jump.
+
+    Sobol's points, whose coordinates are replaced, rank for rank, by the midpoints' quantiles of the normal.
+    The outermost two are moved out until the second moment is 1, since the tails that they stand for are
+    what midpoints leave out; then what correlation is left is taken away. So the mean of a linear or
+    quadratic function is exact (a quadratic one in D > 1 dimensions only if N > 2D).
+
+    Example:
+        >>> points = normal_points(64, 2)
+        >>> (points.mT @ points / 64).round(decimals=6).abs()
+        tensor([[1., 0.],
+                [0., 1.]], dtype=torch.float64)
+    """
+    levels = (torch.arange(num_points, dtype=torch.float64) + 0.5) / num_points
+    quantiles = torch.special.ndtri(levels)
+    if num_points > 1:
+        inner = quantiles[1:-1].square().sum()
+        quantiles[-1] = ((num_points - inner) / 2).sqrt()
+        quantiles[0] = -quantiles[-1]
+    ranks = SobolEngine(dim).draw(num_points, dtype=torch.float64).argsort(0).argsort(0)
+    points: Tensor = quantiles[ranks]
+    if 1 < 2 * dim < num_points:
+        factor = torch.linalg.cholesky(points.mT @ points / num_points)
+        points = torch.linalg.solve_triangular(factor.mT, points, upper=True, left=False)
+    return points
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,0 +1,286 @@
+"""The exact likelihood of finite models, by the observable operators `A_{o|a} = T_a diag(p(o|·, a))`."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.inference.backend import (
+    Backend,
+    Recursion,
+    checked,
+    inferring,
+    initial_step,
+    require_same_sites,
+    steps,
+)
+from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.enumeration import Enumerated, double_precision, in_double_precision
+from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
+from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Leaf
+    from cpomdp_ppl.state import State
+
+MEMORY = 2**28
+"""Bytes that the likelihoods of one step may take."""
+
+
+@dataclass(frozen=True)
+class DiscreteBelief:
+    """What is known about the state, one of N.
+
+    Attributes:
+        probabilities: `P(s_t = s | o_{1:t}, a_{0:t-1}, c)`, float64 `[C, B, N]`.
+    """
+
+    probabilities: Tensor
+
+
+@dataclass(frozen=True)
+class ObservableOperator(Backend):
+    """The exact forward recursion for finite models.
+
+    Every sample site of `initial` and `transition` is enumerated, which gives the tables of the model;
+    everything is computed in float64.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy, simulate
+        >>> from cpomdp_ppl.models import ContextualTiger
+        >>> model = ContextualTiger()
+        >>> episodes = simulate(model, RandomPolicy(model.num_actions), 5, seed=0)
+        >>> ObservableOperator().run(model, episodes).log_likelihood.shape
+        torch.Size([5, 3])
+    """
+
+    name: ClassVar[str] = "exact"
+
+    @double_precision()
+    def recursion(self, model: CPOMDP) -> FiniteRecursion:
+        """The tables of a model, and how to use them."""
+        return FiniteRecursion(model)
+
+    def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
+        """As many as keep one step's likelihoods `[C, B, N]` within `MEMORY`."""
+        assert model.states is not None
+        return max(1, MEMORY // (8 * model.num_contexts * model.states))
+
+    def smooth(self, model: CPOMDP, episodes: Episodes) -> Smoothing:
+        """`P(s_t | o_{1:T}, c)` by the forward–backward recursion.
+
+        For a context that cannot have produced an episode, an impossible observation is left out.
+
+        Raises:
+            UnsupportedModelError: If the model is not finite.
+            DegenerateWeightsError: If no context can have produced an episode.
+        """
+        model.require_definition()
+        with inferring(model, 0):
+            recursion = self.recursion(model)
+            require_same_sites(recursion, episodes)
+            filtered = _filtered(recursion, episodes)
+            smoothed = filtered[-1:]
+            for t in reversed(range(episodes.horizon)):
+                after, before = smoothed[-1], filtered[t]
+                going = t < episodes.lengths
+                back = recursion.back(before, episodes.actions[:, t], after)
+                smoothed.append(torch.where(going[:, None], back, after))
+            probabilities = torch.stack(smoothed[::-1]).permute(2, 0, 1, 3)  # [B, T+1, C, N]
+            mean, variance = recursion.index_moments(probabilities)
+        return Smoothing("forward-backward", mean, variance, probabilities=probabilities)
+
+
+class DiscreteRecursion(Recursion):
+    """The forward recursion over N states, or N points that stand for a continuum of them.
+
+    Attributes:
+        initial: `P(s_0 = s | c)`, `[C, N]`.
+        rewards: `r_c(s, a)`, `[C, A, N]`.
+    """
+
+    initial: Tensor
+    rewards: Tensor
+
+    @abstractmethod
+    def predict(self, p: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s p(s) T(s, s')`, `[C, B, N]`."""
+
+    @abstractmethod
+    def log_likelihood(self, seen: Seen) -> Tensor:
+        """`log p(o | s, a, c)`, broadcasts to `[C, B, N]`."""
+
+    def start(self, num_episodes: int) -> DiscreteBelief:
+        """`P(s_0)`."""
+        return DiscreteBelief(self.initial[:, None].expand(-1, num_episodes, -1).contiguous())
+
+    @double_precision()
+    def look(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
+        """Multiply by `p(o | s, a, c)` and normalise."""
+        p = belief.probabilities
+        increment = p.new_zeros(p.shape[:2])
+        rows = seen.rows
+        if rows is not None and not len(rows):
+            return belief, increment
+        if rows is None:
+            posterior, increment = bayes(p, self.log_likelihood(seen))
+            return DiscreteBelief(posterior), increment
+        posterior, log_normaliser = bayes(p[:, rows], self.log_likelihood(seen.select(rows)))
+        return (
+            DiscreteBelief(p.index_copy(1, rows, posterior)),
+            increment.index_copy(1, rows, log_normaliser),
+        )
+
+    @double_precision()
+    def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
+        """One observable operator: move, then condition."""
+        assert seen.action is not None
+        return self.look(DiscreteBelief(self.predict(belief.probabilities, seen.action)), seen)
+
+    def expected_reward(self, belief: DiscreteBelief, action: Tensor) -> Tensor:
+        """`Σ_s p(s) r_c(s, a)`, `[C, B]`."""
+        of_all = belief.probabilities @ self.rewards.mT  # [C, B, A]: quicker than to gather tables
+        return of_all.gather(-1, action[None, :, None].expand(len(of_all), -1, 1)).squeeze(-1)
+
+
+class FiniteRecursion(DiscreteRecursion):
+    """The forward recursion over a finite model's states.
+
+    Attributes:
+        N: Number of states.
+        transition: `P(s' | s, a, c)`, `[C, A, N, N]`.
+    """
+
+    def __init__(self, model: CPOMDP) -> None:
+        if model.states is None:
+            raise UnsupportedModelError(
+                f"exact: {type(model).__name__} does not say that it has finitely many states (`states = N`)"
+            )
+        super().__init__(in_double_precision(model))
+        sizes = {name: math.prod(leaf.shape) for name, leaf in leaves(self.signature.state)}
+        if list(sizes.values()) != [1]:
+            raise UnsupportedModelError(
+                f"exact: the state of a finite model is one index, but {type(model).__name__} has {sizes}"
+            )
+        C, A, N = model.num_contexts, model.num_actions, model.states
+        self.N = N
+        self.states = self._as_state(torch.arange(N, device=model.device).reshape(1, 1, N))
+        self.initial = self._table("initial", (C, 1, 1)).reshape(C, N)
+        self.transition = self._table("transition", (C, A, N))
+        actions = torch.arange(A, device=model.device)
+        self.rewards = self.reward(self.states, actions, (C, A, N)).double()
+
+    def log_likelihood(self, seen: Seen) -> Tensor:
+        """`log p(o | s, a, c)`, broadcasts to `[C, B, N]`."""
+        return log_density_of_seen(self.model, self.signature, self.states, self.context, seen).double()
+
+    def predict(self, p: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s p(s) T(s, s')`, `[C, B, N]`."""
+        predicted = torch.empty_like(p)
+        for a in action.unique().tolist():
+            rows = (action == a).nonzero()[:, 0]
+            predicted.index_copy_(1, rows, p[:, rows] @ self.transition[:, a])
+        return predicted
+
+    def back(self, p: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """The smoothed belief at t from the filtered one there and the smoothed one at t + 1, `[C, B, N]`."""
+        predicted = self.predict(p, action)
+        ratio = torch.where(predicted > 0, after / predicted, 0.0)
+        message = torch.empty_like(p)
+        for a in action.unique().tolist():
+            rows = (action == a).nonzero()[:, 0]
+            message.index_copy_(1, rows, ratio[:, rows] @ self.transition[:, a].mT)
+        smoothed = p * message
+        return smoothed / smoothed.sum(-1, keepdim=True)
+
+    def moments(self, belief: DiscreteBelief) -> tuple[State, State]:
+        """Mean and variance of the state's index."""
+        return self.index_moments(belief.probabilities)
+
+    def index_moments(self, p: Tensor) -> tuple[State, State]:
+        """Mean and variance of the index under `p [..., N]`, as states."""
+        index = torch.arange(self.N, device=p.device, dtype=p.dtype)
+        mean = p @ index
+        variance = (p * (index - mean[..., None]) ** 2).sum(-1)
+        return self._as_state(mean, p.dtype), self._as_state(variance, p.dtype)
+
+    def _as_state(self, values: Tensor, dtype: torch.dtype | None = None) -> Any:
+        def shaped(leaf: Leaf) -> Tensor:
+            return values.reshape(values.shape + leaf.shape).to(dtype or leaf.dtype)
+
+        return map_state(shaped, self.signature.state)
+
+    def _table(self, program: str, shape: tuple[int, int, int]) -> Tensor:
+        """Where a program leads to from every state by every action, `[C, A, N, N]`."""
+        C, A, N = shape
+        with Enumerated(program, len(self.own)) as enumerated:
+            if program == "initial":
+                state = self.model.initial(self.context)
+            else:
+                actions = axes(torch.arange(A, device=self.model.device), len(self.own))
+                state = self.model.transition(self.states, actions, self.context)
+        added = enumerated.weights.shape[: -len(shape)]
+        (_, state), *_ = leaves(self.signature.broadcast(state, torch.Size((*added, *shape))))
+        index = state.reshape(-1, C, A, N)
+        weights = enumerated.weights.expand(*added, *shape).reshape(-1, C, A, N)
+        self._require_states(program, index, weights)
+        index = index.long().clamp(0, self.N - 1)  # values of probability zero may be anything
+        table = torch.zeros(C, A, N, self.N, dtype=torch.float64, device=weights.device)
+        table.scatter_add_(-1, index.movedim(0, -1), weights.movedim(0, -1))
+        return table / table.sum(-1, keepdim=True)
+
+    def _require_states(self, program: str, state: Tensor, weights: Tensor) -> None:
+        wrong = (weights > 0) & ~((state >= 0) & (state < self.N) & (state == state.round()))
+        if bool(wrong.any()):
+            k, c, a, s = wrong.nonzero()[0].tolist()
+            moved = f" from state {s} by action '{self.model.action_names[a]}'"
+            place = "" if program == "initial" else moved
+            raise UnsupportedModelError(
+                f"exact: {program} returns state {state[k, c, a, s].item()}{place} in context "
+                f"'{self.model.context_names[c]}', but `states = {self.N}`"
+            )
+
+
+def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
+    """Condition `prior [C, B, N]` on a likelihood that broadcasts with it.
+
+    Returns:
+        The posterior, and the logarithm of the normaliser `[C, B]`. Where nothing is possible that is `-inf`,
+        and the posterior is the prior: such a row must not spoil others, nor become NaN.
+    """
+    # Where the prior is zero the likelihood is of no account, however large or ill-defined.
+    log_likelihood = torch.where(prior > 0, log_likelihood, -torch.inf)
+    highest = log_likelihood.amax(-1, keepdim=True)
+    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    joint = prior * (log_likelihood - highest).exp()
+    normaliser = joint.sum(-1, keepdim=True)
+    posterior = torch.where(normaliser > 0, joint / normaliser, prior)
+    return posterior, (highest + normaliser.log()).squeeze(-1)
+
+
+def _filtered(recursion: FiniteRecursion, episodes: Episodes) -> list[Tensor]:
+    """Filtered probabilities at all times, T + 1 times `[C, B, N]`."""
+    model = recursion.model
+    belief = recursion.start(len(episodes))
+    total = belief.probabilities.new_zeros(model.num_contexts, len(episodes))
+    if model.initial_observation:
+        seen = initial_step(episodes, 0)
+        belief, increment = recursion.look(belief, seen)
+        total = checked(model, total, increment, seen)
+    filtered = [belief.probabilities]
+    for seen in steps(episodes, 0):
+        before, (belief, increment) = belief, recursion.step(belief, seen)
+        if seen.alive is not None:
+            belief = where_alive(seen.alive, belief, before)
+        total = checked(model, total, increment, seen)
+        filtered.append(belief.probabilities)
+    return filtered

@@ -1,0 +1,159 @@
+"""Particle smoothing: whole trajectories in hindsight, drawn backwards through the filter's particles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.handlers import Recorded
+from cpomdp_ppl.inference.backend import _require_possible, initial_step, steps
+from cpomdp_ppl.inference.belief import map_belief, where_alive
+from cpomdp_ppl.inference.drawing import Drawn
+from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
+from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.particle_filter import SMC, Cloud
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A filter's forward pass, kept whole.
+
+    Attributes:
+        clouds: At times 0 … T, before resampling.
+        parents: Of every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None if each
+            descends from the one of its own number.
+        moves: The steps.
+    """
+
+    clouds: list[Cloud]
+    parents: list[Tensor | None]
+    moves: list[Seen]
+
+
+def forward(smc: SMC, episodes: Episodes, offset: int) -> Pass:
+    """Filter, and keep everything."""
+    cloud = smc.start(len(episodes))
+    looks = []
+    if smc.model.initial_observation:
+        seen = initial_step(episodes, offset)
+        cloud, increment = smc.look(cloud, seen)
+        looks.append((seen, increment))
+    clouds, parents, moves = [cloud], [], []
+    for seen in steps(episodes, offset):
+        before = map_belief(torch.clone, cloud)
+        cloud, offspring = smc.resample(cloud, seen.alive)
+        cloud, log_ratio = smc.move(cloud, seen)
+        cloud, increment = smc.reweight(cloud, seen, log_ratio)
+        if seen.alive is not None:
+            cloud = where_alive(seen.alive, cloud, before)
+        clouds[-1] = before
+        clouds.append(cloud)
+        looks.append((seen, increment))
+        moves.append(seen)
+        parents.append(None if offspring is None else offspring.everywhere(cloud.weights.shape))
+    _require_possible(smc.model, looks)
+    return Pass(clouds, parents, moves)
+
+
+def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+    """Draw trajectories from the smoothing distribution of every episode under every context."""
+    record = forward(smc, episodes, offset)
+    method = "backward sampling" if states_are_sites(smc, record) else "genealogy"
+    index = _choose(record.clouds[-1].weights, num_trajectories)  # [C, B, M]
+    chosen = [_pick(record.clouds[-1].state, index)]
+    for t in reversed(range(len(record.moves))):
+        cloud, seen = record.clouds[t], record.moves[t]
+        if method == "genealogy":
+            parent = record.parents[t]
+            index = index if parent is None else parent.gather(2, index)
+        else:
+            earlier = _backward(smc, cloud, chosen[-1], seen)
+            # An episode that was over stood still.
+            index = earlier if seen.alive is None else torch.where(seen.alive[None, :, None], earlier, index)
+        chosen.append(_pick(cloud.state, index))
+    chosen.reverse()
+    # T + 1 times [C, B, M, …] → [M, B, T + 1, C, …]
+    trajectories = map_state(lambda *x: torch.stack(x, 2).movedim(3, 0).movedim(1, 3), *chosen)
+    return Smoothing(
+        method,
+        map_state(lambda x: x.to(torch.get_default_dtype()).mean(0), trajectories),
+        map_state(lambda x: x.to(torch.get_default_dtype()).var(0, unbiased=False), trajectories),
+        trajectories,
+    )
+
+
+def states_are_sites(smc: SMC, record: Pass) -> bool:
+    """Whether every part of the next state is a sample site of `transition`, and every site is one.
+
+    Then the transition density is that of the sites. Otherwise the state is some function of them, whose
+    density the program does not tell.
+    """
+    cloud, seen = record.clouds[0], record.moves[0]
+    assert seen.action is not None
+    C, B, N = cloud.weights.shape
+    with Drawn((C, B, N), smc.common, len(smc.own)), Recorded() as program:
+        state = smc.model.transition(cloud.state, axes(seen.action, len(smc.own)), smc.context)
+    values = [site["value"] for site in program.sites.values()]
+    parts = [leaf for _, leaf in leaves(state)]
+    return len(values) == len(parts) and all(any(part is value for value in values) for part in parts)
+
+
+def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Seen) -> Tensor:
+    """Draw particles at time t for trajectories that are at `later` (leaves `[C, B, M, …]`) at t + 1."""
+    assert seen.action is not None
+    C, B, N = cloud.weights.shape
+    M = next(leaf for _, leaf in leaves(later)).shape[2]
+    # Every pair of trajectory and particle, on the particle axis.
+    state = map_state(
+        lambda leaf: leaf[:, :, None].expand(C, B, M, *leaf.shape[2:]).flatten(2, 3), cloud.state
+    )
+    target = map_state(lambda leaf: leaf.repeat_interleave(N, 2), later)
+    with Drawn((C, B, M * N), smc.common, len(smc.own)) as drawn:
+        moved = smc.model.transition(state, axes(seen.action, len(smc.own)), smc.context)
+    values = {
+        name: dict(leaves(target))[leaf]
+        for name, (_, value) in drawn.sites.items()
+        for leaf, part in leaves(moved)
+        if part is value
+    }
+    with poutine.condition(data=values), Recorded() as program:
+        smc.model.transition(state, axes(seen.action, len(smc.own)), smc.context)
+    density = torch.zeros((), device=cloud.weights.device)
+    for name, site in program.sites.items():
+        log_prob = log_density(unmasked(site["fn"]), values[name])
+        density = density + (log_prob.flatten(3).sum(-1) if log_prob.dim() > 3 else log_prob)
+    log_weights = cloud.weights.log()[:, :, None] + density.expand(C, B, M * N).reshape(C, B, M, N)
+    return _choose_one(log_weights.softmax(-1))
+
+
+def _choose(weights: Tensor, num: int) -> Tensor:
+    """Draw `num` indices from every row of weights `[C, B, N]`: `[C, B, num]`."""
+    C, B, N = weights.shape
+    return torch.multinomial(weights.reshape(C * B, N), num, replacement=True).reshape(C, B, num)
+
+
+def _choose_one(weights: Tensor) -> Tensor:
+    """Draw one index from every row of weights `[C, B, M, N]`: `[C, B, M]`."""
+    u = torch.rand(*weights.shape[:-1], 1, device=weights.device, dtype=torch.float64)
+    cumulative = weights.double().cumsum(-1)
+    return (
+        torch.searchsorted(cumulative, u * cumulative[..., -1:]).clamp(max=weights.shape[-1] - 1).squeeze(-1)
+    )
+
+
+def _pick(state: Any, index: Tensor) -> Any:
+    """The particles with these indices: leaves `[C, B, N, …]`, indices `[C, B, M]`."""
+
+    def pick(leaf: Tensor) -> Tensor:
+        where = index.reshape(*index.shape, *[1] * (leaf.dim() - 3))
+        return leaf.gather(2, where.expand(*index.shape, *leaf.shape[3:]))
+
+    return map_state(pick, state)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
+from cpomdp_ppl.inference import BACKENDS, ParticleFilter, as_backend
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.state import map_state
+from tests.programs import EyesOpen
+
+SERVED = {
+    LightDark: {"smc", "ekf", "ukf", "grid"},
+    LineGrid: {"smc", "exact"},
+    ContextualTiger: {"smc", "exact"},
+    Beacons: {"smc", "ekf", "ukf"},
+}
+
+
+def at(values, t):
+    return {site: value[:, t] for site, value in values.items()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("make", SERVED)
+def test_every_backend_serves_its_models_and_refuses_the_others(make, name):
+    model = make()
+    episodes = simulate(model, RandomPolicy(model.num_actions), 5, contexts="balanced", seed=0)
+    if name not in SERVED[make]:
+        with pytest.raises(UnsupportedModelError, match="state"):
+            as_backend(name).run(model, episodes)
+        return
+    filtering = as_backend(name).run(model, episodes, seed=0)
+    B, T, C = 5, model.horizon, model.num_contexts
+    assert filtering.log_likelihood.shape == (B, C)
+    assert filtering.increments.shape == filtering.expected_reward.shape == (B, T, C)
+    assert filtering.posterior().shape == (B, T + 1, C)
+    torch.testing.assert_close(filtering.posterior().sum(-1), torch.ones(B, T + 1, dtype=torch.float64))
+    assert filtering.increments.dtype == torch.float64
+    assert not bool(filtering.increments.isnan().any())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("make", [*SERVED, EyesOpen])
+def test_step_by_step_gives_the_numbers_of_the_batch(make, name):
+    if name not in SERVED.get(make, {"smc", "ekf", "ukf"}):
+        pytest.skip(f"{name} does not serve {make.__name__}")
+    model, backend = make(), as_backend(name)
+    episodes = simulate(model, RandomPolicy(model.num_actions), 5, contexts="balanced", seed=0)
+    batch = backend.run(model, episodes, seed=7)
+    online = backend.online(model, 5, seed=7)
+    if model.initial_observation:
+        online.observe(None, episodes.initial_observations, episodes.initially_observed)
+    for t in range(model.horizon):
+        close = {"rtol": 1e-6, "atol": 1e-6, "check_dtype": False}
+        torch.testing.assert_close(online.posterior, batch.posterior()[:, t], **close)
+        expected = online.expected_reward(episodes.actions[:, t])
+        torch.testing.assert_close(expected, batch.expected_reward[:, t], **close)
+        online.observe(episodes.actions[:, t], at(episodes.observations, t), at(episodes.observed, t))
+        mean = map_state(lambda leaf, t=t: leaf[:, t + 1], batch.state_mean)
+        map_state(
+            lambda x, y, close=close: torch.testing.assert_close(x, y, **close), online.state_mean, mean
+        )
+    assert online.time == model.horizon
+    torch.testing.assert_close(online.log_likelihood, batch.log_likelihood)
+
+
+@pytest.mark.parametrize("name", ["smc", "ekf", "ukf", "grid"])
+def test_one_by_one_is_the_batch(name):
+    """Deterministic backends to rounding; SMC within five standard errors."""
+    episodes = simulate(LightDark(), RandomPolicy(3), 6, seed=0)
+    backend = ParticleFilter(4000) if name == "smc" else as_backend(name)
+    batch = backend.run(LightDark(), episodes, seed=0)
+    for b in range(6):
+        one = backend.run(LightDark(), episodes[b], seed=b)
+        c = int(batch.log_likelihood[b].argmax())
+        limit = 5 * 2**0.5 * float(batch.standard_error[b, c]) if name == "smc" else 1e-5
+        assert abs(one.log_likelihood[0, c] - batch.log_likelihood[b, c]) <= limit
+
+
+def test_beliefs_that_were_handed_out_stay_as_they_were():
+    online = ParticleFilter(50).online(LightDark(), seed=0)
+    online.observe("observe", {"z": 3.0})
+    before = online.belief.weights.clone(), online.belief.state.clone()
+    kept = online.belief
+    for _ in range(3):
+        online.observe("observe", {"z": -2.0})
+    assert torch.equal(kept.weights, before[0])
+    assert torch.equal(kept.state, before[1])
+
+
+def test_a_prior_is_taken_into_account():
+    online = ParticleFilter(50).online(LightDark(), prior=[0.9, 0.1], seed=0)
+    assert online.posterior.tolist()[0] == pytest.approx([0.9, 0.1])
+    online.observe("left")
+    assert online.posterior.tolist()[0] == pytest.approx([0.9, 0.1])
+
+
+def test_an_impossible_step_leaves_the_filter_where_it_was():
+    online = as_backend("exact").online(LineGrid())
+    with pytest.raises(DegenerateWeightsError, match="time 1 of episode 0"):
+        online.observe("sense", {"side": 0.5})
+    assert online.time == 0
+    online.observe("sense", {"side": 1.0})
+    assert online.posterior.tolist()[0] == pytest.approx([0.85, 0.15])
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (("up",), "action: expected one of"),
+        ((5,), "action: expected 0 to 2, got 5"),
+        ((None,), "action: expected an action, got None"),
+        (([0, 1],), r"action: expected an index, a name, or indices \[1\]"),
+        (("observe", {"y": 1.0}), r"observations: expected sites out of \['z'\]"),
+        (("observe", {"z": [1.0, 2.0]}), r"observations\['z'\]: expected shape \[1\]"),
+        (("observe", {"z": float("nan")}), r"observations\['z'\]: expected finite values"),
+    ],
+)
+def test_bad_steps_are_named(step, message):
+    with pytest.raises(ValueError, match=message):
+        ParticleFilter(10).online(LightDark()).observe(*step)
+
+
+def test_an_initial_observation_comes_first():
+    online = ParticleFilter(10).online(EyesOpen())
+    with pytest.raises(ValueError, match="action: expected None, with the initial observation, first"):
+        online.observe(1, {"z": 0.0})
+    online.observe(None, {"z": 0.0})
+    online.observe(1, {"z": 0.0, "w": 0.0})
+    assert online.time == 1
+
+
+def test_backends_have_names():
+    assert as_backend("smc") == ParticleFilter()
+    backend = ParticleFilter(10)
+    assert as_backend(backend) is backend
+    with pytest.raises(ValueError, match=r"likelihood: expected one of .*got magic"):
+        as_backend("magic")
