@@ -22,9 +22,11 @@ tests: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/likelihood.py
 
-# The constraints pin a CPU build of torch; installing without them may fetch gigabytes of CUDA.
+# The constraints keep to versions that are known to work together; a newer torch may come with gigabytes of CUDA.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"

@@ -200,9 +200,13 @@ class Episodes:
                 raise IndexError(f"episode {number} out of {len(self)}")
             index = slice(number % len(self), number % len(self) + 1)
         if not isinstance(index, slice):
-            index = torch.as_tensor(index, device=self.device)
+            given = index
+            try:
+                index = torch.as_tensor(index, device=self.device)
+            except (TypeError, ValueError, RuntimeError):
+                index = torch.zeros((), device=self.device)
             if index.dim() != 1:
-                raise IndexError(f"expected an index, a slice, or indices in one axis, got {index.tolist()}")
+                raise IndexError(f"expected an index, a slice, or indices in one axis, got {given!r}")
             if not len(index):
                 index = index.long()
         if not len(self.lengths[index]):
@@ -220,7 +224,10 @@ class Episodes:
 
     def truncated(self, lengths: Tensor | int) -> Episodes:
         """The same episodes cut short: no longer than `lengths` (a number, or `[B]`)."""
-        lengths = torch.as_tensor(lengths, device=self.device).expand(len(self))
+        lengths = as_tensor("lengths", lengths).to(self.device)
+        expected = f"a number, or shape [{len(self)}]"
+        require(lengths.shape in ((), (len(self),)), "lengths", tuple(lengths.shape), expected)
+        lengths = lengths.expand(len(self))
         returns = self.returns if bool((lengths >= self.lengths).all()) else None
         return replace(self, lengths=torch.minimum(self.lengths, lengths), returns=returns)
 

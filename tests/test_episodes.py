@@ -84,8 +84,11 @@ def test_indexing(model):
     for index in ([], slice(4, 2), torch.zeros(6, dtype=torch.bool)):
         with pytest.raises(IndexError, match="no episode out of 6 is selected"):
             episodes[index]
-    with pytest.raises(IndexError, match="indices in one axis"):
-        episodes[[[0, 1]]]
+    for index in ([[0, 1]], "a", None, 1.5):
+        with pytest.raises(IndexError, match="indices in one axis"):
+            episodes[index]
+    with pytest.raises(ValueError, match=r"lengths: expected a number, or shape \[6\], got \(2,\)"):
+        episodes.truncated([1, 2])
 
 
 def test_concatenation_undoes_slicing(model):
