@@ -203,7 +203,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         if hasattr(belief, "ess"):
             ess.append(belief.ess)
             resampled.append(belief.resampled)
-    _require_possible(model, looks)
+    require_possible(model, looks)
     error = getattr(recursion, "standard_error", None)
 
     def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
@@ -224,7 +224,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
     return result
 
 
-def _require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]]) -> None:
+def require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]]) -> None:
     """Look at all increments at once, and only if something is wrong at one after the other."""
     total: Tensor = torch.stack([increment for _, increment in looks]).sum(0)  # [C, B]
     if not bool(torch.isfinite(total.amax(0)).all()):

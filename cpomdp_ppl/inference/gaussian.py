@@ -144,7 +144,7 @@ class Sensed(Scored):
             self.seen.observed[name],  # [B, *plates]
         )
         B, shape, size = len(value), spec.shape, spec.shape.numel()
-        self._require_visible(name, mask_of(msg), flags.reshape(1, B, 1, *spec.plates))
+        self.require_visible(name, mask_of(msg), flags.reshape(1, B, 1, *spec.plates))
 
         site = gaussian_site("observation", msg)
         mean = site.loc.expand(self.batch_shape + shape)

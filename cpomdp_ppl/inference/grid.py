@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.cells import SCAN, Grid, jump_along, jumps_of
 from cpomdp_ppl.inference.enumeration import (
     ENGINE_AXES,
     Enumerated,
@@ -42,15 +43,6 @@ AT_ONCE = 2**22
 
 MEMORY = 2**22
 """Bytes that a batch of beliefs may take: more are not faster, as they leave the cache."""
-
-SCAN = 2**14
-"""Points at which functions are evaluated together in the search for jumps."""
-
-LEVELS, REACH = 2, 16
-"""How often cells around a jump are halved, and from how many cells' distance on."""
-
-MOST_JUMPS = 32
-"""With more, a function is rather rough everywhere."""
 
 BOUNDARY_MASS = 1e-3
 """Probability on the boundary from which on the bounds are too tight."""
@@ -99,103 +91,6 @@ class GridFilter(Backend):
         """As many as keep a belief `[C, B, G]` within `MEMORY`."""
         assert isinstance(recursion, GridRecursion)
         return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size))
-
-
-class Grid:
-    """Cells in one or two dimensions, and their centres: the points.
-
-    Args:
-        edges: Of the cells along each axis, ascending.
-    """
-
-    def __init__(self, edges: Sequence[Tensor]) -> None:
-        self.edges = list(edges)
-        self.lines = [(x[1:] + x[:-1]) / 2 for x in edges]
-        self.shape = tuple(len(line) for line in self.lines)
-        self.size = math.prod(self.shape)
-        self.dim = len(self.shape)
-        self.points = torch.cartesian_prod(*self.lines).reshape(-1, self.dim)  # [G, d]
-        self.widths = torch.cartesian_prod(*[x.diff() for x in edges]).reshape(-1, self.dim)  # [G, d]
-        self.finest = self.widths.amin(0)  # [d]
-        at_end = [torch.arange(n) % (n - 1) == 0 for n in self.shape]
-        self.boundary = torch.cartesian_prod(*at_end).reshape(-1, self.dim).any(1).nonzero()[:, 0]
-
-    @staticmethod
-    def between(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
-        """The grid of equal cells that fills given bounds."""
-        n = _per_axis(num_points, len(bounds))
-        return Grid([torch.linspace(low, high, n + 1) for low, high in bounds])
-
-    @staticmethod
-    def around(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
-        """A grid of equal cells that covers bounds and has edges at round numbers."""
-        n = _per_axis(num_points, len(bounds))
-        edges = []
-        for low, high in bounds:
-            h = _round_spacing((high - low) / n)
-            first, last = math.floor(low / h), math.ceil(high / h)
-            edges.append(torch.arange(first, max(last, first + 4) + 1) * h)
-        return Grid(edges)
-
-    def refined(self, jumps: Sequence[float]) -> Grid:
-        """A one-dimensional grid of equal cells, with finer ones around jumps.
-
-        A belief conditioned on a density that jumps has a steep edge there, which coarse cells would blur.
-        All but the outermost edges move a little, such that the first jump is on one.
-
-        Args:
-            jumps: Where they are.
-        """
-        edges, h = self.edges[0].clone(), float(self.finest[0])
-        if jumps:
-            away = math.remainder(jumps[0] - float(edges[0]), h)
-            edges[1:-1] += away if abs(away) > 1e-9 * h else 0.0
-        for level in range(LEVELS):
-            middle = (edges[1:] + edges[:-1]) / 2
-            near = torch.zeros_like(middle, dtype=torch.bool)
-            for jump in jumps:
-                near |= (middle - jump).abs() < REACH * h / 2**level
-            edges = torch.cat([edges, middle[near]]).sort().values
-        return Grid([edges])
-
-    def __str__(self) -> str:
-        return " × ".join(f"[{x[0]:.4g}, {x[-1]:.4g}]" for x in self.edges)
-
-    def containing(self, jumps: Sequence[float]) -> Tensor:
-        """Numbers of the cells of a one-dimensional grid that have jumps inside, not at their edges."""
-        x = torch.tensor(jumps)
-        cell = torch.searchsorted(self.edges[0], x) - 1
-        x, cell = (kept[(cell >= 0) & (cell < self.size)] for kept in (x, cell))
-        place = (x - self.edges[0][cell]) / self.widths[cell, 0]
-        inside: Tensor = cell[(place > 1e-3) & (place < 1 - 1e-3)].unique()
-        return inside
-
-    def subpoints(self, cells: Tensor, parts: int) -> Tensor:
-        """Points that divide cells evenly, `[cells, parts**d, d]`."""
-        offset = (torch.arange(parts) + 0.5) / parts - 0.5
-        offsets = torch.cartesian_prod(*[offset] * self.dim).reshape(-1, self.dim)
-        return self.points[cells, None] + offsets * self.widths[cells, None]
-
-    def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid points around points `x [..., d]`, and what share each gets: cubic Lagrange weights.
-
-        What falls outside goes to the boundary.
-
-        Returns:
-            Numbers of grid points and their shares, both `[..., 4**d]`.
-        """
-        index = torch.zeros((*x.shape[:-1], 1), dtype=torch.long)
-        share = torch.ones(*x.shape[:-1], 1)
-        for axis, line in enumerate(self.lines):
-            n, tiny = len(line), 1e-9 * self.finest[axis]
-            along = x[..., axis].clamp(line[0], line[-1]).contiguous()
-            after = torch.searchsorted(line, along - tiny).clamp(max=n - 1)
-            along = torch.where((line[after] - along).abs() <= tiny, line[after], along)  # exactly on a point
-            four = (after - 2).clamp(0, n - 4)[..., None] + torch.arange(4)
-            weights = _lagrange(line, along, four)
-            index = (index[..., :, None] * n + four[..., None, :]).flatten(-2)
-            share = (share[..., :, None] * weights[..., None, :]).flatten(-2)
-        return index, share
 
 
 @dataclass(frozen=True)
@@ -449,7 +344,7 @@ class GridRecursion(DiscreteRecursion):
             self.jumps = found[0] if probes is not None else found[0][:0]
             self.reward_jumps = found[-1]
             return
-        places = [_jumps(function, self.grid) for function in functions]
+        places = [jumps_of(function, self.grid) for function in functions]
         self.grid = self.grid.refined([x for some in places for x in some])
         self.jumps = self.grid.containing(places[0] if probes is not None else [])
         self.reward_jumps = self.grid.containing(places[-1])
@@ -476,71 +371,19 @@ class GridRecursion(DiscreteRecursion):
         for cells in torch.arange(self.grid.size).split(max(1, SCAN // self._parts**2)):
             x = self.grid.subpoints(cells, self._parts)
             values = function(x.flatten(0, 1)).unflatten(-1, (len(cells), self._parts, self._parts))
-            found.append(cells[_jump_along(values, -1) | _jump_along(values, -2)])
+            found.append(cells[jump_along(values, -1) | jump_along(values, -2)])
         return torch.cat(found)
 
     def _require_inside(self, p: Tensor, seen: Seen | None) -> None:
         at_boundary = p[..., self.grid.boundary].sum(-1)  # [C, B]
         if bool((at_boundary > BOUNDARY_MASS).any()):
             c, b = (at_boundary > BOUNDARY_MASS).nonzero()[0].tolist()
-            when = "at the start" if seen is None else f"at time {seen.time} of episode {b + seen.offset}"
+            when = "at the start" if seen is None else f"at time {seen.time} of episode {seen.episode(b)}"
             raise DensityError(
                 f"grid: the state leaves the bounds {self.grid} {when} in context "
                 f"'{self.model.context_names[c]}' (probability {float(at_boundary[c, b]):.2g}); "
                 "give wider `bounds`"
             )
-
-
-def _jump_along(values: Tensor, axis: int) -> Tensor:
-    """Which cells a function jumps in, from its values `[..., cells, parts, parts]`: bool `[cells]`.
-
-    A smooth function changes bit by bit; one that jumps, between two neighbours only.
-    """
-    changes = values.diff(dim=axis).abs()
-    largest, total = changes.amax(axis), changes.sum(axis)  # [..., cells, parts]
-    found = (largest > 0.7 * total) & (largest > 1e-5 * (1 + values.abs().amax(axis)))
-    return found.movedim(-2, 0).flatten(1).any(1)
-
-
-def _jumps(function: Callable[[Tensor], Tensor], grid: Grid) -> list[float]:
-    """Where a function of one real number jumps, within a grid.
-
-    Args:
-        function: From points `[P, 1]` to values `[..., P]`.
-        grid: Of one dimension.
-    """
-    x = grid.subpoints(torch.arange(grid.size), 16).flatten(0, 1)  # [P, 1], ascending
-    jump = torch.zeros(len(x) - 1, dtype=torch.bool)
-    for some in torch.arange(len(x)).split(SCAN):
-        some = torch.arange(max(0, int(some[0]) - 3), int(some[-1]) + 1)  # chunks overlap
-        values = function(x[some])
-        changes = values.diff().abs()
-        around = torch.maximum(changes[..., 2:], changes[..., :-2])
-        found = (changes[..., 1:-1] > 4 * around) & (
-            changes[..., 1:-1] > 1e-5 * (1 + values[..., 1:-2].abs())
-        )
-        jump[some[1:-2]] |= found.flatten(0, -2).any(0)
-    where = jump.nonzero()[:, 0]
-    if len(where) > MOST_JUMPS:
-        return []
-    low, high = x[where], x[where + 1]
-    for _ in range(50):  # bisection: the jump is in the half that changes more
-        middle = (low + high) / 2
-        a, b, c = function(low), function(middle), function(high)
-        left = ((b - a).abs().flatten(0, -2).amax(0) > (c - b).abs().flatten(0, -2).amax(0))[:, None]
-        low, high = torch.where(left, low, middle), torch.where(left, middle, high)
-    return [float(place) for place in (low + high)[:, 0] / 2]
-
-
-def _lagrange(line: Tensor, x: Tensor, four: Tensor) -> Tensor:
-    """Cubic Lagrange weights of the nodes `line[four]`, `[..., 4]`, at `x [...]`."""
-    nodes = line[four]
-    weights = torch.ones_like(nodes)
-    for i in range(4):
-        for j in range(4):
-            if i != j:
-                weights[..., i] *= (x - nodes[..., j]) / (nodes[..., i] - nodes[..., j])
-    return weights
 
 
 def _last(tensor: Tensor) -> Tensor:
@@ -614,15 +457,3 @@ def _require_few_numbers(model: str, state: Any) -> int:
 
 def _pairs(bounds: Any) -> list[Sequence[float]]:
     return [bounds] if isinstance(bounds[0], (int, float)) else list(bounds)
-
-
-def _per_axis(num_points: int, dim: int) -> int:
-    return max(4, round(float(num_points ** (1 / dim))))
-
-
-def _round_spacing(spacing: float) -> float:
-    """A nearby spacing that divides a power of ten into a round number of parts."""
-    unit = 10.0 ** math.ceil(math.log10(10 * spacing))
-    parts = unit / spacing  # 10 to 100
-    step = 10 if parts >= 30 else 5
-    return unit / (round(parts / step) * step)

@@ -212,7 +212,7 @@ class KalmanRecursion(Recursion):
             c, b = (~positive).nonzero()[0].tolist()
             sites = ", ".join(f"'{site}'" for site in seen.observations)
             raise DensityError(
-                f"time {seen.time} of episode {b + seen.offset} in context '{self.model.context_names[c]}': "
+                f"time {seen.time} of episode {seen.episode(b)} in context '{self.model.context_names[c]}': "
                 f"the covariance of what site {sites} should show is not positive definite"
             )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.handlers import Recorded
-from cpomdp_ppl.inference.backend import _require_possible, initial_step, steps
+from cpomdp_ppl.inference.backend import require_possible, initial_step, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
@@ -59,7 +59,7 @@ def forward(smc: SMC, episodes: Episodes, offset: int) -> Pass:
         looks.append((seen, increment))
         moves.append(seen)
         parents.append(None if offspring is None else offspring.everywhere(cloud.weights.shape))
-    _require_possible(smc.model, looks)
+    require_possible(smc.model, looks)
     return Pass(clouds, parents, moves)
 
 

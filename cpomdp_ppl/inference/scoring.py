@@ -120,7 +120,7 @@ class Scored(Messenger):
         flags = self.seen.observed[name]  # [B, *plates]
         at_cells = flags.reshape(1, B, 1, *spec.plates)
         everywhere = bool(flags.all())
-        self._require_visible(name, mask_of(msg), None if everywhere else at_cells)
+        self.require_visible(name, mask_of(msg), None if everywhere else at_cells)
         msg["value"] = value
         log_prob = log_density(fn, value)  # [C, B, N, *plates]
         if not everywhere:
@@ -129,7 +129,7 @@ class Scored(Messenger):
             log_prob = log_prob.flatten(3).sum(-1)
         self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
 
-    def _require_visible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
+    def require_visible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
         """Raise where something was observed (None: everywhere) that the program masks."""
         if mask is True:
             return
