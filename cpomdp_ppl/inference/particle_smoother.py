@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.handlers import Recorded
-from cpomdp_ppl.inference.backend import require_possible, initial_step, steps
+from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
