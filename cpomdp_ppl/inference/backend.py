@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, ObservationError
+from cpomdp_ppl.errors import (
+    DegenerateWeightsError,
+    DensityError,
+    ObservationError,
+    require,
+    require_model,
+)
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.isolation import isolated
-from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.signature import read_signature, site_parents
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -43,7 +49,8 @@ class Recursion(ABC):
 
     def __init__(self, model: CPOMDP) -> None:
         self.model = model
-        self.signature = read_signature(model)
+        signature = read_signature(model)
+        self.signature = replace(signature, parents=site_parents(model, signature))
         self.own = (1,) * model.max_plate_nesting
         self.context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *self.own)
 
@@ -66,6 +73,18 @@ class Recursion(ABC):
     @abstractmethod
     def moments(self, belief: Any) -> tuple[Any, Any]:
         """Mean and variance of the state, leaves `[C, B, …]`."""
+
+    def ess(self, belief: Any) -> Tensor | None:
+        """Effective sample size, `[C, B]`, of beliefs that have one."""
+        return None
+
+    def resampled(self, belief: Any, seen: Seen) -> Tensor | None:
+        """Whether particles were resampled in the step, bool `[C, B]`, for beliefs that have them."""
+        return None
+
+    def standard_error(self, belief: Any) -> Tensor | None:
+        """Of the log-likelihood, `[C, B]`, if it is an estimate."""
+        return None
 
     def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`."""
@@ -111,7 +130,7 @@ class Backend(ABC):
             DegenerateWeightsError: If no context can have produced an episode.
             DensityError: If a program left the reals.
         """
-        model.require_definition()
+        require_model(model)
         with inferring(model, seed):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
@@ -200,14 +219,14 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         increments.append(increment)
         if moments:
             means.append(recursion.moments(belief))
-        if hasattr(belief, "ess"):
-            ess.append(belief.ess)
-            resampled.append(belief.resampled)
+        ess.append(recursion.ess(belief))
+        resampled.append(recursion.resampled(belief, seen))
     require_possible(model, looks)
-    error = getattr(recursion, "standard_error", None)
+    error = recursion.standard_error(belief)
 
     def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
-        return map_state(lambda *x: torch.stack(x).movedim(2, 0), *series) if series else None
+        known = series and series[0] is not None
+        return map_state(lambda *x: torch.stack(x).movedim(2, 0), *series) if known else None
 
     result = Filtering(
         increments=by_episode(increments),
@@ -218,7 +237,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         state_variance=by_episode([variance for _, variance in means]),
         ess=by_episode(ess),
         resampled=by_episode(resampled),
-        standard_error=None if error is None else error(belief).T,
+        standard_error=None if error is None else error.T,
     )
     _require_finite(model, result, offset)
     return result
@@ -277,13 +296,24 @@ def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
 
 def require_same_sites(recursion: Recursion, episodes: Episodes) -> None:
     """Raise unless the episodes can be the model's."""
-    model, expected = recursion.model, sorted(recursion.signature.observations)
-    if sorted(episodes.observations) != expected:
-        raise ObservationError(
-            f"episodes: expected the sites {expected}, got {sorted(episodes.observations)}"
-        )
-    if model.initial_observation and episodes.initial_observations is None:
-        raise ObservationError("episodes: expected initial observations, got None")
-    highest = int(episodes.actions.max())
-    if highest >= model.num_actions:
-        raise ObservationError(f"episodes: expected actions 0 to {model.num_actions - 1}, got {highest}")
+    require(hasattr(episodes, "observations"), "episodes", episodes, "Episodes")
+    model, sites = recursion.model, recursion.signature.observations
+
+    def expect(condition: bool, expected: str, got: object) -> None:
+        if not condition:
+            raise ObservationError(f"episodes: expected {expected}, got {got}")
+
+    found = sorted(episodes.observations)
+    expect(found == sorted(sites), f"the sites {sorted(sites)}", found)
+    for name, spec in sites.items():
+        shape, flags = episodes.observations[name].shape[2:], episodes.observed[name].shape[2:]
+        expect(shape == spec.shape, f"site '{name}' of shape {list(spec.shape)}", list(shape))
+        expect(flags == spec.plates, f"flags of site '{name}' of shape {list(spec.plates)}", list(flags))
+    first = episodes.initial_observations
+    if model.initial_observation:
+        expect(first is not None, "initial observations", None)
+    else:
+        expect(first is None, "no initial observations, as the model has none", "some")
+    lowest, highest = (int(extreme) for extreme in episodes.actions.aminmax())
+    inside = lowest >= 0 and highest < model.num_actions
+    expect(inside, f"actions 0 to {model.num_actions - 1}", f"{lowest} to {highest}")

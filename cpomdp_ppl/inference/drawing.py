@@ -10,6 +10,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference.scoring import unmasked
 
 if TYPE_CHECKING:
@@ -41,9 +42,19 @@ class Drawn(Messenger):
         if site_is_subsample(msg) or msg["value"] is not None:
             return
         fn = unmasked(msg["fn"])
+        _require_probabilities(msg["name"], fn)
         value = draw(fn, self.shape, self.common)
         msg["value"] = value
         self.sites[msg["name"]] = (fn, value)
+
+
+def _require_probabilities(name: str, fn: Any) -> None:
+    """Comparisons with NaN are false, so that a broken probability would pass for a certain outcome."""
+    if isinstance(fn, dist.Bernoulli | dist.Categorical):
+        probs = fn.probs
+        if not bool(((probs >= 0) & (probs <= 1)).all()):
+            bad = probs[~((probs >= 0) & (probs <= 1))]
+            raise DensityError(f"site '{name}' has probability {float(bad[0])} in some state")
 
 
 def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:

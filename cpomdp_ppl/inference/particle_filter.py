@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import require, require_count
+from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.inference.backend import Backend, Recursion, inferring, require_same_sites
 from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
@@ -83,7 +83,11 @@ class ParticleFilter(Backend):
         """As many as keep the particles in cache, if that is any; a chunk that was asked for otherwise."""
         if self.chunk is not None:
             return self.chunk
-        size: int = sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state))
+        sites = recursion.signature.observations.values()
+        seen = sum(site.shape.numel() for site in sites)
+        size: int = max(sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state)), seen)
+        if self.guide == "ekf":
+            size *= seen**2  # every particle holds Jacobian and covariance of what it expects to see
         return max(1, CELLS_AT_ONCE // (model.num_contexts * self.num_particles * max(size, 1)))
 
     def smooth(
@@ -101,7 +105,7 @@ class ParticleFilter(Backend):
             num_trajectories: How many trajectories M to draw for every episode and context.
             seed: Of the random numbers.
         """
-        model.require_definition()
+        require_model(model)
         require_count("num_trajectories", num_trajectories)
         with inferring(model, seed):
             smc = self.recursion(model)
@@ -175,10 +179,18 @@ class SMC(Recursion):
         self.N = settings.num_particles
         self.common = settings.common_random_numbers
         self.resampling = Adaptive(as_scheme(settings.resampling), settings.ess_threshold)
+        self.dtype = torch.get_default_dtype()
+        for _, leaf in leaves(self.signature.state):
+            if leaf.dtype.is_floating_point:
+                self.dtype = torch.promote_types(self.dtype, leaf.dtype)
         self.proposal: Bootstrap = Bootstrap(self, self.common)
         if settings.guide == "ekf":
             self.proposal = LookAhead(self, self.common)
         elif settings.guide is not None:
+            if model.initial_observation and not callable(getattr(settings.guide, "initial", None)):
+                raise rejected(
+                    "guide", settings.guide, "a program `initial`, as the model observes at time 0"
+                )
             self.proposal = Guided(self, self.common, cast("Guide", settings.guide))
 
     def start(self, num_episodes: int) -> Cloud:
@@ -188,15 +200,24 @@ class SMC(Recursion):
         state = self.own_copy(self.proposal.initial(shape)[0], shape)
         return Cloud(
             state,
-            torch.full(shape, 1.0 / N, device=device),
+            torch.full(shape, 1.0 / N, device=device, dtype=self.dtype),
             torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
-            torch.full((C, B), float(N), device=device),
+            torch.full((C, B), float(N), device=device, dtype=self.dtype),
             torch.zeros((C, B), dtype=torch.bool, device=device),
         )
 
     def own_copy(self, state: Any, S: torch.Size) -> Any:
         """A state that a program returned, with memory of its own for every particle to resample in."""
-        return map_state(lambda leaf: leaf.contiguous(), self.signature.broadcast(state, S))
+        taken: set[int] = set()
+
+        def own(leaf: Tensor) -> Tensor:
+            leaf = leaf.contiguous()
+            if leaf.untyped_storage().data_ptr() in taken:  # two parts of a state may be the same tensor
+                leaf = leaf.clone()
+            taken.add(leaf.untyped_storage().data_ptr())
+            return leaf
+
+        return map_state(own, self.signature.broadcast(state, S))
 
     def look(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
         """Weight the particles by what was seen; a guide may draw them anew, knowing it."""
@@ -249,14 +270,15 @@ class SMC(Recursion):
             seen = seen.select(rows)
             state = map_state(lambda leaf: leaf.index_select(1, rows), state)
             weights = weights.index_select(1, rows)
-        log_weights = weights.log()
-        log_weights += log_density_of_seen(self.model, self.signature, state, self.context, seen)
+        log_weights = weights.log() + log_density_of_seen(
+            self.model, self.signature, state, self.context, seen, draw=True
+        )
         if log_ratio is not None:
             log_weights += log_ratio
         highest = log_weights.amax(-1, keepdim=True)  # [C, B', 1]
         normalised = log_weights.sub_(highest).exp_()
         mass = normalised.sum(-1, keepdim=True)
-        normalised /= mass
+        normalised = (normalised / mass).to(weights.dtype)
         increment = (highest.double() + mass.double().log_()).squeeze(-1)  # [C, B']
         impossible = highest == -torch.inf
         if bool(impossible.any()):  # such a context keeps the weights it had
@@ -264,12 +286,22 @@ class SMC(Recursion):
             increment = torch.where(impossible.squeeze(-1), -torch.inf, increment)
         ess = 1.0 / torch.linalg.vector_norm(normalised, dim=-1).square_()
         if rows is None:
+            if seen.alive is not None:  # a guide's draws have weights even after the end
+                increment = torch.where(seen.alive, increment, 0.0)
             return replace(cloud, weights=normalised, ess=ess), increment
         cloud.weights.index_copy_(1, rows, normalised)
         return (
             replace(cloud, ess=cloud.ess.index_copy(1, rows, ess)),
             torch.zeros(C, B, dtype=torch.float64, device=ess.device).index_copy_(1, rows, increment),
         )
+
+    def ess(self, cloud: Cloud) -> Tensor:
+        """Of the weights."""
+        return cloud.ess
+
+    def resampled(self, cloud: Cloud, seen: Seen) -> Tensor:
+        """Which rows were, in this step."""
+        return cloud.resampled if seen.alive is None else cloud.resampled & seen.alive
 
     def expected_reward(self, cloud: Cloud, action: Tensor) -> Tensor:
         """The particles' weighted mean reward."""

@@ -9,6 +9,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
@@ -20,6 +21,10 @@ from cpomdp_ppl.state import leaves, map_state
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.particle_filter import SMC, Cloud
+
+
+CELLS = 2**22
+"""Pairs of trajectory and particle handled together."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,16 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
             parent = record.parents[t]
             index = index if parent is None else parent.gather(2, index)
         else:
-            earlier = _backward(smc, cloud, chosen[-1], seen)
+            pieces = torch.arange(num_trajectories).split(max(1, CELLS // cloud.weights.numel()))
+            parts = [_backward(smc, cloud, _some(chosen[-1], piece), seen) for piece in pieces]
+            earlier = torch.cat(parts, 2)
             # An episode that was over stood still.
             index = earlier if seen.alive is None else torch.where(seen.alive[None, :, None], earlier, index)
         chosen.append(_pick(cloud.state, index))
     chosen.reverse()
+    for name, leaf in (pair for state in chosen for pair in leaves(state)):
+        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+            raise DensityError(f"transition: '{name}' is not finite in a smoothed trajectory")
     # T + 1 times [C, B, M, …] → [M, B, T + 1, C, …]
     trajectories = map_state(lambda *x: torch.stack(x, 2).movedim(3, 0).movedim(1, 3), *chosen)
     return Smoothing(
@@ -103,7 +113,7 @@ def states_are_sites(smc: SMC, record: Pass) -> bool:
         state = smc.model.transition(cloud.state, axes(seen.action, len(smc.own)), smc.context)
     values = [site["value"] for site in program.sites.values()]
     parts = [leaf for _, leaf in leaves(state)]
-    return len(values) == len(parts) and all(any(part is value for value in values) for part in parts)
+    return len(values) == len(parts) and all(sum(part is value for part in parts) == 1 for value in values)
 
 
 def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Seen) -> Tensor:
@@ -132,6 +142,11 @@ def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Seen) -> Tensor:
         density = density + (log_prob.flatten(3).sum(-1) if log_prob.dim() > 3 else log_prob)
     log_weights = cloud.weights.log()[:, :, None] + density.expand(C, B, M * N).reshape(C, B, M, N)
     return _choose_one(log_weights.softmax(-1))
+
+
+def _some(state: Any, trajectories: Tensor) -> Any:
+    """Some of the trajectories, leaves `[C, B, M, …]`."""
+    return map_state(lambda leaf: leaf[:, :, trajectories], state)
 
 
 def _choose(weights: Tensor, num: int) -> Tensor:

@@ -8,7 +8,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import ModelError
+from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed, block_diagonal
@@ -166,11 +166,22 @@ class LookAhead(Bootstrap):
         H = H * observed[..., None]  # [C, B, N, m, E]
         R = torch.where(observed[..., None] & observed[..., None, :], R, 0.0)
         R = R + torch.diag_embed((~observed).to(R.dtype))
-        gain = torch.linalg.solve(H @ H.mT + R, H).mT  # K = Hᵀ S⁻¹, [C, B, N, E, m]
+        S_inverse_H, singular = torch.linalg.solve_ex(H @ H.mT + R, H)
+        gain = S_inverse_H.mT  # K = Hᵀ S⁻¹, [C, B, N, E, m]
         innovation = torch.where(observed, values - predicted, 0.0)
         mean = (gain @ innovation[..., None]).squeeze(-1)
-        variance = torch.eye(self.num_noise, dtype=mean.dtype, device=mean.device) - gain @ H
-        return mean, torch.linalg.cholesky(variance)
+        one = torch.eye(self.num_noise, dtype=mean.dtype, device=mean.device)
+        rest = one - gain @ H
+        # Joseph's form stays positive however small the noise; the log-ratio corrects for the little added.
+        root, indefinite = torch.linalg.cholesky_ex(rest @ rest.mT + gain @ R @ gain.mT + 1e-6 * one)
+        failed = (singular != 0) | (indefinite != 0)
+        if bool(failed.any()):
+            c, b, _ = failed.expand(shape).nonzero()[0].tolist()
+            raise DensityError(
+                f"time {seen.time} of episode {seen.episode(b)} in context '{self.model.context_names[c]}': "
+                'guide="ekf" cannot linearise what is observed there (is it free of noise, or not finite?)'
+            )
+        return mean, root
 
     def _linearised(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Tensor, ...]:
         """What is expected to be seen at ε = 0 `[C, B, N, m]`, its Jacobian, noise covariance; and what is.

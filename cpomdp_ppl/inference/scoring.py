@@ -14,7 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from cpomdp_ppl.errors import ObservationError
+from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.handlers import mask_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def axes(tensor: Tensor, own: int = 0) -> Tensor:
 
 
 def log_density_of_seen(
-    model: CPOMDP, signature: Signature, state: Any, context: Tensor, seen: Seen
+    model: CPOMDP, signature: Signature, state: Any, context: Tensor, seen: Seen, *, draw: bool = False
 ) -> Tensor:
     """`log p(o | s, a, c)` of everything observed in a step, for every state.
 
@@ -85,12 +85,14 @@ def log_density_of_seen(
         state: Leaves `[C, B, N, …]`.
         context: `[C, 1, 1]` (with the program's own axes).
         seen: The step.
+        draw: Whether to draw the value of a site that was not observed, but that others depend on: right for
+            particles, each of which then has one; without, such a step is refused.
 
     Returns:
         `[C, B, N]`, or a shape that broadcasts to it.
     """
     action = None if seen.action is None else axes(seen.action, model.max_plate_nesting)
-    with Scored(seen, signature) as scored:
+    with Scored(seen, signature, draw) as scored:
         model.observation(state, action, context)
     if scored.log_prob is None:
         raise ObservationError("observation: none of its sites was given in the episodes")
@@ -104,14 +106,15 @@ class Scored(Messenger):
         log_prob: The sum so far, `[C, B, N]`; sites in the program's own plates are summed over those.
     """
 
-    def __init__(self, seen: Seen, signature: Signature) -> None:
+    def __init__(self, seen: Seen, signature: Signature, draw: bool = False) -> None:
         super().__init__()
         self.seen = seen
         self.signature = signature
+        self.draw = draw
         self.log_prob: Tensor | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
+        if site_is_subsample(msg) or is_deterministic(msg):
             return
         name, fn = msg["name"], unmasked(msg["fn"])
         spec = self.signature.observations[name]
@@ -122,12 +125,24 @@ class Scored(Messenger):
         everywhere = bool(flags.all())
         self.require_visible(name, mask_of(msg), None if everywhere else at_cells)
         msg["value"] = value
+        if not everywhere and name in self.signature.parents:
+            self.require_drawing(name)
+            event = (1,) * (value.dim() - at_cells.dim())
+            msg["value"] = torch.where(at_cells.reshape(at_cells.shape + event), value, fn.sample())
         log_prob = log_density(fn, value)  # [C, B, N, *plates]
         if not everywhere:
             log_prob = torch.where(at_cells, log_prob, log_prob.new_zeros(()))
         if spec.plates:
             log_prob = log_prob.flatten(3).sum(-1)
         self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
+
+    def require_drawing(self, name: str) -> None:
+        """Raise if a site that others depend on was not observed, and there is no way to marginalise it."""
+        if not self.draw:
+            raise UnsupportedModelError(
+                f"observation: other sites depend on site '{name}', which was not observed in every episode "
+                f'at time {self.seen.time}; only the particle filter ("smc") can marginalise it'
+            )
 
     def require_visible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
         """Raise where something was observed (None: everywhere) that the program masks."""
@@ -144,6 +159,11 @@ class Scored(Messenger):
                 f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
                 "but the program masks it out there"
             )
+
+
+def is_deterministic(msg: Any) -> bool:
+    """Whether a message is of `pyro.deterministic`, which is no site of ours."""
+    return bool(msg["is_observed"] and msg["infer"].get("_deterministic"))
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
@@ -171,12 +191,20 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
         return _log_prob(fn, value)  # observations are finite where they count
     inside = fn.support.check(value)
     if not bool(inside.all()):
-        event = (1,) * (value.dim() - inside.dim()) if inside.dim() < value.dim() else ()
-        inside_event = inside.reshape(inside.shape + event)
-        draw = fn.sample()
-        value = torch.where(inside_event, value, draw.to(value.dtype))
+        at_events = inside.reshape(inside.shape + (1,) * len(fn.event_shape))
+        value = torch.where(at_events, value, _possible_value(fn, value))
         return torch.where(inside, _log_prob(fn, value), -torch.inf)
     return _log_prob(fn, value)
+
+
+def _possible_value(fn: Any, like: Tensor) -> Tensor:
+    """Some value inside a distribution's support, to evaluate its density where it will not count."""
+    for constant in (0.0, 1.0, 0.5):
+        candidate = torch.full_like(like, constant)
+        if bool(fn.support.check(candidate).all()):
+            return candidate
+    mean: Tensor = fn.mean
+    return mean
 
 
 def _log_prob(fn: Any, value: Tensor) -> Tensor:

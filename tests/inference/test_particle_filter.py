@@ -12,8 +12,13 @@ import torch
 
 from cpomdp_ppl import Episodes, ModelError, RandomPolicy, simulate
 from cpomdp_ppl.context import entropy
-from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, ObservationError
-from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator, ParticleFilter
+from cpomdp_ppl.errors import (
+    DegenerateWeightsError,
+    DensityError,
+    ObservationError,
+    UnsupportedModelError,
+)
+from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator, ParticleFilter, as_backend
 from cpomdp_ppl.inference.resampling import SCHEMES
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from tests.programs import EyesOpen, Plates, Walk
@@ -306,7 +311,7 @@ def test_data_that_contradict_the_program_are_named():
     other = Episodes(episodes.actions, {"side": torch.zeros(1, 2)}, {"side": torch.ones(1, 2).bool()})
     with pytest.raises(ObservationError, match=r"episodes: expected the sites \['z'\], got \['side'\]"):
         ParticleFilter(10).run(LightDark(), other)
-    with pytest.raises(ObservationError, match="episodes: expected actions 0 to 1, got 2"):
+    with pytest.raises(ObservationError, match="episodes: expected actions 0 to 1, got 0 to 2"):
         ParticleFilter(10).run(Walk(), episodes)
 
 
@@ -317,6 +322,163 @@ def test_a_guide_with_other_sites_is_named():
 
     with pytest.raises(ModelError, match=r"transition: its sites are \['y'\], but the model's are \['x'\]"):
         ParticleFilter(10, guide=Stranger()).run(Walk(), simulate(Walk(), RandomPolicy(2), 2, seed=0))
+
+
+def test_parts_of_a_state_may_be_the_same_tensor():
+    """Resampling in place must not resample it twice: the likelihood stays unbiased within 4 s.e."""
+
+    class Doubled(Walk):
+        contexts = 1
+
+        def initial(self, context):
+            x = super().initial(context)
+            return {"x": x, "copy": x}
+
+        def transition(self, state, action, context):
+            x = super().transition(state["x"], action, context)
+            return {"x": x, "copy": x}
+
+        def observation(self, state, action, context):
+            super().observation(state["x"], action, context)
+
+        def reward(self, state, action, context):
+            return state["copy"]
+
+    class Single(Walk):
+        contexts = 1
+
+    episodes = replicates(Single(), seed=2, num=3000)
+    exact = ExtendedKalmanFilter().run(Single(), episodes[:1]).log_likelihood
+    smc = ParticleFilter(30, ess_threshold=1.0)
+    ratio = (smc.run(Doubled(), episodes, seed=1, moments=False).log_likelihood - exact).exp()
+    assert abs(ratio.mean() - 1) <= 4 * ratio.std() / len(ratio) ** 0.5
+
+
+class Chained(Walk):
+    """What is seen second depends on what was, or was not, seen first."""
+
+    horizon = 1
+
+    def observation(self, state, action, context):
+        first = pyro.sample("first", dist.Normal(state, 1.0).mask(action == 0))
+        pyro.sample("second", dist.Normal(first + context, 1.0))
+
+
+def test_a_hidden_site_that_others_depend_on_is_marginalised_or_refused():
+    Chained().check()
+    episodes = Episodes.from_arrays(Chained(), [[1]], {"first": [[float("nan")]], "second": [[3.0]]})
+    ll = ParticleFilter(200_000).run(Chained(), episodes, seed=0).log_likelihood[0]
+    for c in (0, 1):  # x_1 ~ N(1, 1 + (1 + c)²), and two unit noises on top
+        variance = 1 + (1 + c) ** 2 + 1 + 1
+        exact = dist.Normal(1.0 + c, variance**0.5).log_prob(torch.tensor(3.0))
+        assert abs(ll[c] - exact) < 0.02
+    for backend in ("grid",):
+        with pytest.raises(UnsupportedModelError, match="depend on site 'first'"):
+            as_backend(backend).run(Chained(), episodes)
+
+
+def test_a_guide_moves_nothing_past_the_end():
+    episodes = simulate(Walk(), RandomPolicy(2), 4, seed=0).truncated(torch.tensor([1, 2, 3, 1]))
+    filtering = ParticleFilter(50, guide=ReluctantWalk(), ess_threshold=1.0).run(Walk(), episodes, seed=0)
+    for b, n in enumerate([1, 2, 3, 1]):
+        assert bool((filtering.increments[b, n:] == 0).all())
+        assert not bool(filtering.resampled[b, n:].any())
+
+
+def test_what_one_episode_saw_does_not_change_anothers_random_numbers():
+    class Positive(Walk):
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.LogNormal(state, 1.0))
+
+    episodes = simulate(Positive(), RandomPolicy(2), 2, seed=0)
+    changed = episodes.observations["z"].clone()
+    changed[1, 0] = -1.0  # outside the support
+    other = Episodes(episodes.actions, {"z": changed}, episodes.observed)
+    one = ParticleFilter(50).run(Positive(), episodes, seed=0)
+    with pytest.raises(DegenerateWeightsError, match="time 1 of episode 1"):
+        ParticleFilter(50).run(Positive(), other, seed=0)
+    changed[1, 0] = 7.0
+    two = ParticleFilter(50).run(
+        Positive(), Episodes(episodes.actions, {"z": changed}, episodes.observed), seed=0
+    )
+    assert torch.equal(one.increments[0], two.increments[0])
+
+
+def test_deterministic_sites_are_no_observations():
+    class Noted(Walk):
+        def observation(self, state, action, context):
+            doubled = pyro.deterministic("doubled", 2 * state)
+            pyro.sample("z", dist.Normal(doubled / 2, 1.0))
+
+    episodes = simulate(Noted(), RandomPolicy(2), 3, seed=0)
+    assert list(episodes.observations) == ["z"]
+    noted = ParticleFilter(50).run(Noted(), episodes, seed=0).log_likelihood
+    torch.testing.assert_close(noted, ParticleFilter(50).run(Walk(), episodes, seed=0).log_likelihood)
+
+
+def test_double_precision_models_have_double_precision_weights():
+    class Precise(Walk):
+        def initial(self, context):
+            return torch.zeros((), dtype=torch.float64)
+
+        def transition(self, state, action, context):
+            return state
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state[..., None].expand(*state.shape, 500), 1e-2).to_event(1))
+
+    z = torch.linspace(-1, 1, 500, dtype=torch.float64).reshape(1, 1, 500)
+    episodes = Episodes(torch.zeros(1, 1, dtype=torch.long), {"z": z}, {"z": torch.ones(1, 1).bool()})
+    found = ParticleFilter(4).run(Precise(), episodes, seed=0).log_likelihood[0, 0]
+    exact = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1e-2).log_prob(z).sum()
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=0)
+
+
+def test_a_broken_probability_is_named():
+    class Broken(Walk):
+        def transition(self, state, action, context):
+            return state + pyro.sample(
+                "jump", dist.Bernoulli(torch.where(context == 1, float("nan"), 0.5) + 0 * state)
+            )
+
+    episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
+    with pytest.raises(DensityError, match="site 'jump' has probability nan"):
+        ParticleFilter(10).run(Broken(), episodes)
+
+
+def test_looking_ahead_copes_with_little_noise_and_refuses_none():
+    class Sharp(Walk):
+        scale = 1e-4
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state, self.scale))
+
+    episodes = simulate(Sharp(), RandomPolicy(2), 5, seed=0)
+    exact = ExtendedKalmanFilter().run(Sharp(), episodes).log_likelihood
+    found = ParticleFilter(500, guide="ekf").run(Sharp(), episodes, seed=0).log_likelihood
+    assert (found - exact).abs().max() < 0.5
+
+    class Deterministic(Sharp):
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Delta(0 * state))
+
+    with pytest.raises(DensityError, match="cannot linearise what is observed"):
+        ParticleFilter(10, guide="ekf").run(Deterministic(), episodes)
+
+
+def test_foreign_episodes_are_named():
+    episodes = simulate(Walk(), RandomPolicy(2), 2, seed=0)
+    wide = Episodes(episodes.actions, {"z": torch.zeros(2, 3, 4)}, episodes.observed)
+    with pytest.raises(ObservationError, match=r"expected site 'z' of shape \[\], got \[4\]"):
+        ParticleFilter(10).run(Walk(), wide)
+    with pytest.raises(ValueError, match="model: expected an instance of a CPOMDP"):
+        ParticleFilter(10).run(Walk, episodes)
+    with pytest.raises(ValueError, match="episodes: expected Episodes, got None"):
+        ParticleFilter(10).run(Walk(), None)
+    with pytest.raises(ValueError, match="guide: expected a program `initial`"):
+        ParticleFilter(10, guide=ReluctantWalk()).run(
+            EyesOpen(), simulate(EyesOpen(), RandomPolicy(2), 2, seed=0)
+        )
 
 
 @pytest.mark.parametrize(
