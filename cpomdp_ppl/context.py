@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import rejected, require
 
 if TYPE_CHECKING:
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 Unit = Literal["nats", "bits"]
 
 
-def entropy(probabilities: Tensor, unit: Unit = "nats") -> Tensor:
+def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: int) -> Tensor:
+    """Check a prior over contexts, `[C]` or `[B, C]`, and return a copy, float64."""
+    p, B, C = _real("prior", prior).to(torch.float64, copy=True), num_episodes, num_contexts
+    require(p.shape in ((C,), (B, C)), "prior", list(p.shape), f"shape [{C}] or [{B}, {C}]")
+    if not are_probabilities(p):
+        raise rejected("prior", p.tolist(), "non-negative probabilities that sum to 1")
+    return p
+
+
+def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Tensor:
     """Shannon entropy of distributions `[…, C]`, `[…]`.
 
     Example:
@@ -29,7 +39,10 @@ def entropy(probabilities: Tensor, unit: Unit = "nats") -> Tensor:
     """
     if unit not in ("nats", "bits"):
         raise rejected("unit", unit, '"nats" or "bits"')
-    nats: Tensor = torch.special.entr(probabilities).sum(-1)
+    p = _real("probabilities", probabilities)
+    if p.dim() == 0 or not are_probabilities(p.detach().double()):
+        raise rejected("probabilities", p.tolist(), "non-negative numbers that sum to 1 over the last axis")
+    nats: Tensor = torch.special.entr(p).sum(-1)
     return nats / math.log(2) if unit == "bits" else nats
 
 
@@ -41,7 +54,8 @@ def information_gain(
     """What each step told about the context, in nats, `[B, T]`.
 
     With the true contexts, `log P(c | h_{t+1}) − log P(c | h_t)` of the true c, whose sum over an episode is
-    `log P(c | y) − log P(c)`; it may be negative. Without, the fall of the posterior's entropy.
+    `log P(c | y) − log P(c)`; it may be negative, and is `-inf` at the step that makes the true context
+    impossible, and 0 from there on. Without, the fall of the posterior's entropy.
 
     Args:
         filtering: From any backend.
@@ -52,9 +66,9 @@ def information_gain(
     if contexts is None:
         return -entropy(log_posterior.exp()).diff(dim=1)
     c = _true_contexts(contexts, log_posterior)
-    return (
-        log_posterior.gather(2, c[:, None, None].expand(-1, log_posterior.shape[1], 1)).squeeze(2).diff(dim=1)
-    )
+    true = log_posterior.gather(2, c[:, None, None].expand(-1, log_posterior.shape[1], 1)).squeeze(2)
+    # What is impossible stays so: -inf less -inf is no change.
+    return torch.where(true[:, :-1] == -torch.inf, 0.0, true.diff(dim=1))  # [B, T]
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,8 @@ class MutualInformation:
     """An estimate of `I(C; Y)` from both sides, in nats.
 
     A noisy likelihood makes posteriors sharper than they should be, so `H(C) − mean H(P̂(C|y))` is biased up;
-    but `H(C) + mean log P̂(c|y)` of the true context is a lower bound in expectation, whatever P̂ is.
+    but `H(C) + mean log P̂(c|y)` of the true context is a lower bound in expectation, whatever P̂ is. It is
+    `-inf`, and its error and the gap's are `inf`, if a true context was found impossible.
 
     Attributes:
         upper: The estimate that is biased up.
@@ -97,7 +112,7 @@ def mutual_information(
         filtering: From any backend, of episodes whose contexts were drawn from the prior (or balanced, if
             that is uniform).
         contexts: Their true contexts, `[B]`.
-        prior: Over contexts, `[C]`; the model's if left out.
+        prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
         widest: Warn if the bracket is wider than this, in nats, beyond chance.
 
     Example:
@@ -112,33 +127,45 @@ def mutual_information(
         True
     """
     log_posterior = filtering.log_posterior(prior)  # [B, T+1, C]
-    B = len(log_posterior)
-    require(B > 1, "filtering", f"{B} episode", "at least two, to tell the standard error")
-    p = torch.as_tensor(filtering.prior if prior is None else prior).double()
-    c = _true_contexts(contexts, log_posterior)
     last = log_posterior[:, -1]  # [B, C]
+    B, C = last.shape
+    require(B > 1, "filtering", f"{B} episode", "at least two, to tell the standard error")
+    p = as_prior(filtering.prior if prior is None else prior, C, B).to(last.device)
+    c = _true_contexts(contexts, log_posterior)
     up = entropy(p) - entropy(last.exp())  # [B]
-    down = last.gather(1, c[:, None]).squeeze(1) - p.log().expand_as(last).gather(1, c[:, None]).squeeze(1)
+    before = p.log().expand_as(last).gather(1, c[:, None]).squeeze(1)
+    require(
+        bool(torch.isfinite(before).all()), "contexts", c.tolist(), "contexts that the prior holds possible"
+    )
+    down = last.gather(1, c[:, None]).squeeze(1) - before  # [B]
 
     def error(terms: Tensor) -> float:
-        return float(terms.std() / B**0.5)
+        return float(terms.std() / B**0.5) if bool(torch.isfinite(terms).all()) else math.inf
 
     bracket = MutualInformation(
         float(up.mean()), float(down.mean()), error(up), error(down), error(up - down)
     )
-    if not bracket.gap <= widest + 3 * bracket.gap_error:
+    lost = (down == -torch.inf).nonzero()
+    if len(lost) or not bracket.gap <= widest + 3 * bracket.gap_error:
+        why = f" (the true context of episode {int(lost[0])} came out impossible)" if len(lost) else ""
         warnings.warn(
             f"the mutual information is only known to lie between {bracket.lower:.3f} and "
-            f"{bracket.upper:.3f} nats: the likelihoods are noisy or biased; use more particles, a guide, "
-            "or another backend",
+            f"{bracket.upper:.3f} nats{why}: the likelihoods are noisy or biased; use more particles, "
+            "a guide, or another backend",
             stacklevel=2,
         )
     return bracket
 
 
+def _real(argument: str, values: Tensor | Sequence[float]) -> Tensor:
+    """Numbers as a tensor; unlike `as_tensor`, it lets gradients pass."""
+    real = isinstance(values, Tensor) and not values.is_complex()
+    return values if real else as_tensor(argument, values)  # type: ignore[return-value]
+
+
 def _true_contexts(contexts: Tensor | Sequence[int], log_posterior: Tensor) -> Tensor:
     B, _, C = log_posterior.shape
-    c = torch.as_tensor(contexts, device=log_posterior.device)
+    c = as_tensor("contexts", contexts).to(log_posterior.device)
     require(c.shape == (B,), "contexts", list(c.shape), f"shape [{B}]")
     inside = not c.is_floating_point() and bool(((c >= 0) & (c < C)).all())
     require(inside, "contexts", c.tolist(), f"indices 0 to {C - 1}")

@@ -50,7 +50,7 @@ class Episodes:
         initially_observed: By site, bool `[B]`.
 
     Args:
-        zeroed: Promises that unobserved values are zero already and all others are numbers, which saves
+        zeroed: Promises that unobserved values are zero already and all others are finite, which saves
             looking. Not kept as an attribute.
     """
 
@@ -160,15 +160,13 @@ class Episodes:
                 shape(f"states ({name})", leaf, B, T + 1)
 
     def _require_numbers(self) -> None:
-        """What was observed is a number."""
+        """What was observed is finite."""
         pairs = [("observations", self.observations, self.observed)]
         if self.initial_observations is not None and self.initially_observed is not None:
             pairs.append(("initial_observations", self.initial_observations, self.initially_observed))
         for what, values, seen in pairs:
             for site, value in values.items():
-                bad = torch.isnan(value) & on_the_right(seen[site], value)
-                if bool(bad.any()):
-                    raise rejected(f"{what}['{site}']", f"nan at {place_of(bad)}", "numbers where observed")
+                require_finite(f"{what}['{site}']", value, seen[site])
 
     def __len__(self) -> int:
         return self.actions.shape[0]
@@ -437,8 +435,8 @@ def _require_range(argument: str, indices: Tensor, names: Sequence[str], where: 
         raise rejected(argument, found, f"0 to {len(names) - 1} ({', '.join(names)})")
 
 
-def _require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
-    """`where` has the leading axes of `tensor`."""
+def require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
+    """Raise unless a tensor is finite where it counts; `where` has its leading axes."""
     if tensor.is_floating_point():
         bad = ~torch.isfinite(tensor) & on_the_right(where, tensor)
         if bool(bad.any()):
@@ -453,7 +451,7 @@ def _read(argument: str, values: Any, where: Tensor) -> Tensor:
     dtype = torch.get_default_dtype()
     if hasattr(values, "dtype") and tensor.is_floating_point():
         dtype = torch.promote_types(dtype, tensor.dtype)
-    _require_finite(argument, tensor, where)
+    require_finite(argument, tensor, where)
     return as_type(argument, tensor, dtype, where)
 
 
@@ -475,7 +473,7 @@ def _read_observations(
         value = as_tensor(what, observations[site]).to(taken.device)
         shape = (*axes, *spec.shape)
         require(
-            _squeezed(value.shape[len(axes) :]) == _squeezed(spec.shape) and value.shape[: len(axes)] == axes,
+            squeezed(value.shape[len(axes) :]) == squeezed(spec.shape) and value.shape[: len(axes)] == axes,
             what,
             tuple(value.shape),
             f"shape {list(shape)}",
@@ -495,7 +493,7 @@ def _read_observations(
             )
             flags = on_the_right(flags, flags.new_empty(plates)).expand(plates)
         flags = flags & on_the_right(taken, flags)
-        _require_finite(what, value, flags)
+        require_finite(what, value, flags)
         value = as_type(what, filled(value, flags), spec.dtype, flags)
         _require_support(what, value, spec, flags)
         values[site], seen[site] = value, flags
@@ -518,7 +516,8 @@ def _require_support(argument: str, value: Tensor, spec: ObservationSite, flags:
         raise rejected(argument, f"{shown} at {place_of(bad)}", f"values within {spec.support}")
 
 
-def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape without its axes of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
@@ -531,7 +530,7 @@ def _read_states(states: Any, model: CPOMDP, spec: Any, reached: Tensor) -> Any:
         tensor = as_tensor("states", values).to(reached.device)
         shape = (*reached.shape, *leaf.shape)
         require(tensor.shape == shape, "states", tuple(tensor.shape), f"shape {list(shape)}")
-        _require_finite("states", tensor, reached)
+        require_finite("states", tensor, reached)
         tensor = as_type("states", filled(tensor, reached), leaf.dtype, reached)
         if model.states is not None:
             bad = (tensor < 0) | (tensor >= model.states)

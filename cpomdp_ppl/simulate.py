@@ -8,7 +8,8 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import are_probabilities, as_indices, as_tensor
+from cpomdp_ppl.arrays import as_indices
+from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import ModelError, require, require_count, require_model
 from cpomdp_ppl.handlers import Batched
 from cpomdp_ppl.isolation import isolated
@@ -69,22 +70,13 @@ def simulate(
         model.running(),
         Batched((B,), model.max_plate_nesting),
     ):
-        p = model.prior() if prior is None else as_prior(prior, model, B)
+        p = model.prior()
+        if prior is not None:
+            p = as_prior(prior, model.num_contexts, B).to(p)
         c = _contexts(contexts, p, model, B)
         episodes = rollout(model, policy, c, p)
     _require_finite(model, episodes)
     return episodes
-
-
-def as_prior(prior: Sequence[float] | Tensor, model: CPOMDP, num_episodes: int) -> Tensor:
-    """Check a prior over contexts, `[C]` or `[B, C]`, and return it as a tensor."""
-    p = as_tensor("prior", prior).to(model.device, torch.get_default_dtype())
-    C = model.num_contexts
-    require(
-        p.shape in ((C,), (num_episodes, C)), "prior", list(p.shape), f"shape [{C}] or [{num_episodes}, {C}]"
-    )
-    require(are_probabilities(p), "prior", p.tolist(), "non-negative probabilities that sum to 1")
-    return p
 
 
 def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:

@@ -10,10 +10,13 @@ import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.context import entropy, information_gain, mutual_information
-from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
+from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LineGrid
 from tests.conftest import fixed_actions
 from tests.programs import Walk
+
+NAN, INF = float("nan"), float("inf")
 
 
 class Twins(Walk):
@@ -34,6 +37,16 @@ def test_entropy():
     assert entropy(p).tolist() == pytest.approx([1.5 * math.log(2), 0.0])
     with pytest.raises(ValueError, match="unit: expected"):
         entropy(p, "bytes")
+    assert entropy([0.5, 0.5], "bits") == 1.0
+    q = torch.tensor([0.3, 0.7], requires_grad=True)
+    entropy(q).backward()
+    assert q.grad.tolist() == pytest.approx([-math.log(0.3) - 1, -math.log(0.7) - 1])
+
+
+@pytest.mark.parametrize("p", [[-0.5, 1.5], [0.5, NAN], [0.5, 0.4], [[0.5, 0.5], [1.0, 1.0]], 1.0, [], "a"])
+def test_entropy_is_of_distributions(p):
+    with pytest.raises(ValueError, match="probabilities: expected"):
+        entropy(p if isinstance(p, str) else torch.tensor(p))
 
 
 def test_information_adds_up():
@@ -97,3 +110,83 @@ def test_bad_arguments_are_named():
     one = ParticleFilter(8).run(Twins(), episodes[0], seed=0)
     with pytest.raises(ValueError, match="filtering: expected at least two"):
         mutual_information(one, [0])
+
+
+def filtering_of(*increments, initial=None):
+    """The given increments `[B, T, C]`."""
+    x = torch.tensor(increments, dtype=torch.float64)
+    B, _, C = x.shape
+    first = torch.zeros(B, C) if initial is None else torch.tensor(initial)
+    return Filtering(x, first.double(), torch.zeros_like(x), torch.full((C,), 1 / C))
+
+
+PRIORS = [
+    ([0.5, 0.6], "non-negative probabilities that sum to 1, got"),
+    ([-0.5, 1.5], "non-negative probabilities"),
+    ([NAN, 1.0], "non-negative probabilities"),
+    ([INF, 0.0], "non-negative probabilities"),
+    ([[0.5, 0.5], [1.0, 1.0]], "non-negative probabilities"),
+    ([1.0], r"shape \[2\] or \[2, 2\], got \[1\]"),
+    ([0.2, 0.3, 0.5], r"shape \[2\] or \[2, 2\]"),
+    ([[0.5, 0.5]], r"shape \[2\] or \[2, 2\]"),
+    (1.0, r"shape \[2\] or \[2, 2\]"),
+    (["a", "b"], "an array of real numbers"),
+    ([[0.5, 0.5], [1.0]], "an array, rows all of the same length"),
+    (torch.tensor([0.5, 0.5j]), "real numbers"),
+]
+
+
+@pytest.mark.parametrize(("prior", "message"), PRIORS, ids=range(len(PRIORS)))
+def test_bad_priors_are_named(prior, message):
+    filtering = filtering_of([[0.0, -1.0]], [[-1.0, 0.0]])
+    uses = [
+        filtering.posterior,
+        filtering.log_posterior,
+        lambda prior: information_gain(filtering, prior=prior),
+        lambda prior: information_gain(filtering, [0, 1], prior),
+        lambda prior: mutual_information(filtering, [0, 1], prior),
+        lambda prior: ParticleFilter(8).online(Twins(), 2, prior=prior),
+        lambda prior: simulate(Twins(), RandomPolicy(2), 2, prior=prior),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match=f"prior: expected {message}"):
+            use(prior)
+
+
+def test_a_prior_for_each_episode():
+    filtering = filtering_of([[math.log(0.5), 0.0]], [[0.0, 0.0]])
+    prior = torch.tensor([[0.5, 0.5], [0.2, 0.8]], requires_grad=True)
+    posterior = filtering.posterior(prior)
+    assert posterior[:, 0].tolist() == [pytest.approx(row) for row in prior.tolist()]
+    assert posterior[:, 1].tolist() == [pytest.approx([1 / 3, 2 / 3]), pytest.approx([0.2, 0.8])]
+    assert posterior.requires_grad
+
+
+def test_a_prior_that_excludes_what_is_possible_is_an_error():
+    filtering = filtering_of([[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [-INF, 0.0]])
+    assert filtering.posterior()[1].tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 1.0]]
+    for use in (filtering.posterior, filtering.log_posterior):
+        with pytest.raises(DegenerateWeightsError, match="time 2 of episode 1: the prior excludes"):
+            use([1.0, 0.0])
+    assert filtering.posterior([[1.0, 0.0], [0.0, 1.0]])[:, -1].tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    with pytest.raises(DegenerateWeightsError, match="time 0 of episode 0"):
+        filtering_of([[0.0, 0.0]], initial=[[-INF, 0.0]]).posterior([1.0, 0.0])
+
+
+def test_an_impossible_true_context_is_lost_once():
+    filtering = filtering_of([[0.0, 0.0], [-INF, 0.0], [-INF, -1.0], [0.0, -1.0]])
+    assert information_gain(filtering, [0]).tolist() == [[0.0, -INF, 0.0, 0.0]]
+    assert information_gain(filtering, [1]).tolist() == [[0.0, pytest.approx(math.log(2)), 0.0, 0.0]]
+    assert information_gain(filtering, [0], prior=[0.0, 1.0]).tolist() == [[0.0] * 4]
+
+
+def test_an_impossible_true_context_makes_the_bracket_infinite():
+    filtering = filtering_of([[0.0, 0.0]], [[0.0, -INF]], [[0.0, 0.0]])
+    with pytest.warns(UserWarning, match=r"between -inf and .*the true context of episode 1 came out imp"):
+        bracket = mutual_information(filtering, [0, 1, 1])
+    assert bracket.upper == pytest.approx(math.log(2) / 3)
+    assert (bracket.lower, bracket.gap) == (-INF, INF)
+    assert (bracket.lower_error, bracket.gap_error) == (INF, INF)
+    assert bracket.upper_error == pytest.approx(math.log(2) / 3)
+    with pytest.raises(ValueError, match="contexts: expected contexts that the prior holds possible"):
+        mutual_information(filtering, [0, 1, 0], prior=[1.0, 0.0])

@@ -17,7 +17,7 @@ from cpomdp_ppl.models import Beacons, LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.programs import EyesOpen, Plates, Walk
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def equal(one: Episodes, two: Episodes) -> bool:
@@ -354,7 +354,18 @@ BAD_TENSORS = [
     (dict(observed={"z": torch.ones(2, 3, 4).bool()}), r"observed\['z'\]: expected the leading axes"),
     (
         dict(observations={"z": torch.tensor([[0.0, 1.0, 2.0], [0.0, NAN, 2.0]])}),
-        r"observations\['z'\]: expected numbers where observed, got nan at episode 1, step 1",
+        r"observations\['z'\]: expected finite values where observed, got nan at episode 1, step 1",
+    ),
+    (
+        dict(observations={"z": torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, -INF]])}),
+        r"observations\['z'\]: expected finite values where observed, got -inf at episode 1, step 2",
+    ),
+    (
+        dict(
+            initial_observations={"z": torch.tensor([0.0, INF])},
+            initially_observed={"z": torch.ones(2).bool()},
+        ),
+        r"initial_observations\['z'\]: expected finite values where observed, got inf at episode 1",
     ),
 ]
 
@@ -368,6 +379,12 @@ def test_bad_tensors_are_named(arguments, message):
     )
     with pytest.raises(ValueError, match=message):
         Episodes(**(good | arguments))
+
+
+def test_what_was_not_observed_need_not_be_finite():
+    z = torch.tensor([[1.0, INF], [NAN, -INF]])
+    episodes = Episodes(torch.zeros(2, 2).long(), {"z": z}, {"z": z == 1.0})
+    assert episodes.observations["z"].tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
 class Counts(Walk):

@@ -50,6 +50,6 @@ common_random_numbers=True, chunk=None)
     """
     if isinstance(likelihood, Backend):
         return likelihood
-    if likelihood not in BACKENDS:
+    if not isinstance(likelihood, str) or likelihood not in BACKENDS:
         raise rejected("likelihood", likelihood, f"one of {list(BACKENDS)}, or a backend")
     return BACKENDS[likelihood]()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class Filtering:
     what they were.
 
     Attributes:
-        increments: `log p(o_{t+1} | h_t, a_t, c)`, float64 `[B, T, C]`; zero where nothing was observed, and
+        increments: `log p(o_{t+1} | h_t, a_t, c)`, float64 `[B, T, C]`; zero where nothing was observed
+            (but for SMC with a guide of the user's: the importance weights of the move count there, too), and
             `-inf` where context c cannot have produced what was.
         initial_increment: The same for the observation before the first action, `[B, C]`; zero for models
             without one.
@@ -32,9 +35,11 @@ class Filtering:
         prior: The model's prior over contexts, `[C]`.
         state_mean: Filtered means, leaves `[B, T + 1, C, …]`; None if not asked for.
         state_variance: Filtered variances, likewise.
-        ess: Effective sample size before each resampling decision, `[B, T, C]`; SMC only.
-        resampled: Whether the particles were resampled before the step, bool `[B, T, C]`; SMC only.
-        standard_error: Estimated standard error of `log_likelihood`, `[B, C]`; SMC only.
+        ess: Effective sample size after the reweighting of step t, `[B, T, C]`; SMC only.
+        resampled: Whether the particles were resampled before step t moved them, bool `[B, T, C]`; SMC only.
+            That was decided by what the step before left, so `resampled[:, t]` goes with `ess[:, t - 1]`.
+        standard_error: Estimated standard error of `log_likelihood`, `[B, C]`; SMC only. It has no meaning
+            for a context whose log-likelihood is `-inf`.
     """
 
     increments: Tensor
@@ -57,11 +62,15 @@ class Filtering:
 
         Args:
             prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+
+        Raises:
+            ValueError: If the prior is none.
+            DegenerateWeightsError: If the prior excludes every context that can have produced an episode.
         """
-        p = torch.as_tensor(self.prior if prior is None else prior, device=self.increments.device)
-        first = p.double().log().expand(len(self.increments), -1) + self.initial_increment  # [B, C]
-        joint = torch.cat([first[:, None], self.increments], 1).cumsum(1)  # [B, T+1, C]
-        return joint.log_softmax(-1)
+        B, _, C = self.increments.shape
+        p = as_prior(self.prior if prior is None else prior, C, B).to(self.increments.device)
+        first = p.log().expand(B, C) + self.initial_increment  # [B, C]
+        return log_normalised(torch.cat([first[:, None], self.increments], 1).cumsum(1))  # [B, T+1, C]
 
     def posterior(self, prior: Tensor | Sequence[float] | None = None) -> Tensor:
         """`P(c | o_{1:t})` for t = 0 … T, float64 `[B, T + 1, C]`."""
@@ -78,3 +87,23 @@ class Filtering:
             return values[0] if name == "prior" else map_state(lambda *x: torch.cat(x), *values)
 
         return Filtering(**{field.name: joined(field.name) for field in fields(Filtering)})
+
+
+def log_normalised(joint: Tensor, time: int = 0) -> Tensor:
+    """`log P(c | o_{1:t})` out of `log P(c, o_{1:t})`, `[B, T, C]`.
+
+    Args:
+        joint: Prior and likelihood together.
+        time: Of the first of the T times, for messages.
+
+    Raises:
+        DegenerateWeightsError: If no context is left.
+    """
+    nothing = joint.amax(-1) == -torch.inf  # [B, T]
+    if bool(nothing.any()):
+        b, t = nothing.nonzero()[0].tolist()
+        raise DegenerateWeightsError(
+            f"time {time + t} of episode {b}: the prior excludes every context that can have produced what "
+            "was seen; either it is too sure, or the data are not the model's"
+        )
+    return joint.log_softmax(-1)

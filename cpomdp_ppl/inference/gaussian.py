@@ -13,15 +13,13 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.handlers import mask_of
-from cpomdp_ppl.inference.scoring import Scored, Seen, unmasked
+from cpomdp_ppl.inference.enumeration import ENGINE_AXES, require_parameters
+from cpomdp_ppl.inference.scoring import Scored, Seen, is_deterministic, unmasked
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Leaf, Signature
-
-ENGINE_AXES = 3
-"""`[context, episode, particle]`."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,20 @@ class GaussianSite:
         return self.loc + self.scale * noise
 
 
-def gaussian_site(program: str, site: Any) -> GaussianSite:
+def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
     """Read a site's distribution as Gaussian.
+
+    Args:
+        program: Name of the program, for messages.
+        site: The message.
+        own: How many axes belong to the program's own plates.
 
     Raises:
         UnsupportedModelError: If it is not, or if the program itself fixes the value of a random site.
+        DensityError: If its scale is negative or not a number at the first particle: other sigma points may
+            be where states never are.
     """
-    fn = unmasked(site["fn"])
+    outer = fn = unmasked(site["fn"])
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     if isinstance(fn, dist.Delta):
@@ -65,13 +70,25 @@ def gaussian_site(program: str, site: Any) -> GaussianSite:
             "which a Kalman filter cannot condition on"
         )
     if isinstance(fn, torch.distributions.Normal):
+        if not bool((fn.scale >= 0).all()):
+            require_parameters(program, site["name"], outer, _central(site, own))
         return GaussianSite(fn.loc, fn.scale)
     if isinstance(fn, torch.distributions.MultivariateNormal):
+        if bool(fn._unbroadcasted_scale_tril.isnan().any()):
+            require_parameters(program, site["name"], outer, _central(site, own))
         return GaussianSite(fn.loc, fn._unbroadcasted_scale_tril, triangular=True)
     raise UnsupportedModelError(
         f"{program}: site '{site['name']}' is {type(fn).__name__}, but Kalman filters need every site to be "
         "Normal, MultivariateNormal or Delta"
     )
+
+
+def _central(site: Any, own: int) -> Tensor:
+    """Where a site counts, as far as that is at the first particle."""
+    shape = site["fn"].batch_shape
+    axis = len(shape) - own - 1
+    first = torch.arange(shape[axis]) == 0 if axis >= 0 else torch.tensor(True)
+    return first.reshape(-1, *[1] * own) & mask_of(site)
 
 
 class Reparameterised(Messenger):
@@ -95,9 +112,9 @@ class Reparameterised(Messenger):
         self.num_noise = 0
 
     def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
+        if site_is_subsample(msg) or is_deterministic(msg):
             return
-        site = gaussian_site(self.program, msg)
+        site = gaussian_site(self.program, msg, self.own)
         if site.scale is None:
             msg["value"] = site.loc
             return
@@ -117,7 +134,7 @@ class Sensed(Scored):
     """Give every observation site what was seen there, and keep mean and covariance of its distribution.
 
     A site thus depends on the *values* of those before it, as its density does, and noise is independent
-    between sites. Where a site was not observed, later ones see its mean.
+    between sites. A site that others depend on has to be observed.
 
     Attributes:
         means: By site, `[C, B, K, m]` with plates and event flattened.
@@ -135,7 +152,7 @@ class Sensed(Scored):
         self.observed: list[Tensor] = []
 
     def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
+        if site_is_subsample(msg) or is_deterministic(msg):
             return
         name = msg["name"]
         spec, value, flags = (
@@ -145,8 +162,10 @@ class Sensed(Scored):
         )
         B, shape, size = len(value), spec.shape, spec.shape.numel()
         self.require_visible(name, mask_of(msg), flags.reshape(1, B, 1, *spec.plates))
+        if name in self.signature.parents and not bool(flags.all()):
+            self.require_drawing(name)
 
-        site = gaussian_site("observation", msg)
+        site = gaussian_site("observation", msg, len(spec.plates))
         mean = site.loc.expand(self.batch_shape + shape)
         self.means.append(mean.reshape(*self.batch_shape, size))
         self.covariances.append(self._covariance(site, shape))

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -19,7 +21,9 @@ from cpomdp_ppl.inference.enumeration import (
     Enumerated,
     Nodes,
     double_precision,
+    drawing,
     in_double_precision,
+    require_sensible,
 )
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
@@ -48,6 +52,10 @@ BOUNDARY_MASS = 1e-3
 """Probability on the boundary from which on the bounds are too tight."""
 
 
+EMPTY = 1e-34
+"""Points of less probability do not move on."""
+
+
 @dataclass(frozen=True)
 class GridFilter(Backend):
     """A filter for one- and two-dimensional states that is exact up to the spacing of a grid.
@@ -64,11 +72,16 @@ class GridFilter(Backend):
         bounds: `(low, high)` of the state, or one such pair for each of its two numbers. Left out, they are
             found by simulating the model under each constant action and under random ones.
         subpoints: In how many parts a cell is cut, along each axis, to average over a jump.
+        reach: How many standard deviations of a single noise of `transition` are followed; its tails beyond
+            are cut. None takes 8.5, and 6 if a transition has several noises. One or two noises of `initial`
+            are followed for 12 at least. An observation that only a rarer event explains has too low a
+            likelihood. What is drawn from other distributions than normal ones is cut at quantiles of 2⁻⁵⁰.
     """
 
     num_points: int = 1200
     bounds: Bounds | None = None
     subpoints: int = 16
+    reach: float | None = None
 
     name: ClassVar[str] = "grid"
 
@@ -77,10 +90,11 @@ class GridFilter(Backend):
         require_count("subpoints", self.subpoints)
         require(self.num_points >= 16, "num_points", self.num_points, "at least 16")
         if self.bounds is not None:
-            proper = all(
-                len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in _pairs(self.bounds)
-            )
-            require(proper, "bounds", self.bounds, "(low, high) with low < high, or a pair of these")
+            expected = "(low, high) with low < high, or a pair of these"
+            require(_pairs(self.bounds) is not None, "bounds", self.bounds, expected)
+        if self.reach is not None:
+            proper = isinstance(self.reach, Real) and 2 <= self.reach <= 30
+            require(proper, "reach", self.reach, "None or a number from 2 to 30")
 
     @double_precision()
     def recursion(self, model: CPOMDP) -> GridRecursion:
@@ -130,7 +144,7 @@ class Transition:
             highest = source.amax(0).tolist()  # empty stretches of the grid are skipped
             for band in self.bands:
                 stop = band.start + band.weights.shape[1]
-                if max(highest[band.start : stop]) > 1e-20:
+                if max(highest[band.start : stop]) > EMPTY:
                     weights = band.weights[c if len(band.weights) > 1 else 0]
                     target[:, band.low : band.high].addmm_(source[:, band.start : stop], weights)
         if self.signed:
@@ -150,7 +164,10 @@ class GridRecursion(DiscreteRecursion):
 
     def __init__(self, model: CPOMDP, settings: GridFilter) -> None:
         _require_continuous(model)
-        super().__init__(in_double_precision(model))
+        model = in_double_precision(model)
+        require_sensible(model)
+        with drawing(model):
+            super().__init__(model)
         self.settings = settings
         self.dim = _require_few_numbers(type(model).__name__, self.signature.state)
         self._transitions: dict[int, Transition] = {}
@@ -161,8 +178,12 @@ class GridRecursion(DiscreteRecursion):
         else:
             pairs = _pairs(settings.bounds)
             require(
-                len(pairs) == self.dim, "bounds", settings.bounds, f"{self.dim} pair(s), one for each number"
+                pairs is not None and len(pairs) == self.dim,
+                "bounds",
+                settings.bounds,
+                f"{self.dim} pair(s), one for each number",
             )
+            assert pairs is not None
             self.grid = Grid.between(pairs, settings.num_points)
         self._refine(_probes(trials[-1]))
         self.states = self.as_state(self.grid.points[None, None])
@@ -222,7 +243,9 @@ class GridRecursion(DiscreteRecursion):
         if not len(self.jumps):
             return at_points
         x = self.grid.subpoints(self.jumps, self._parts)  # [J, M, d]
-        inside = self._log_density(self.as_state(x.flatten(0, 1)[None, None]), x.shape[0] * x.shape[1], seen)
+        with poutine.block():  # from those who look at what happens at the points
+            states = self.as_state(x.flatten(0, 1)[None, None])
+            inside = self._log_density(states, x.shape[0] * x.shape[1], seen)
         means = inside.unflatten(-1, x.shape[:2]).logsumexp(-1) - math.log(x.shape[1])
         return at_points.index_copy(-1, self.jumps, means)
 
@@ -279,19 +302,20 @@ class GridRecursion(DiscreteRecursion):
         dims = len(pilot.noise_axes)
         if not dims:
             return Nodes(3)
-        number = 33 if dims == 1 else 9
-        nodes = Nodes(number, reach=6.5 if dims == 1 else 5.0)
+        reach = self.settings.reach or (8.5 if dims == 1 else 6.0)
+        number = 2 * math.ceil((2.4 if dims == 1 else 0.8) * reach) + 1
+        nodes = Nodes(number, reach)
         where, _, pilot = self._push(program, x, a, nodes)
         added = pilot.weights.shape[:-ENGINE_AXES]
         where = where.reshape(*added, *where.shape[1:]) / self.grid.finest
-        tail = round(0.35 * number)  # |ε| > 2: may be stretched, but hardly counts
+        tail = int((nodes.epsilon < -1.7).sum())  # may be stretched, but hardly counts
         furthest = 1.0
         for axis in pilot.noise_axes:
             gaps = where.movedim(len(added) - 1 - axis, 0)[tail:-tail].diff(dim=0)
             furthest = max(furthest, float(gaps.abs().max()))
         most = 2049 if dims == 1 else max(9, int(66_000 ** (1 / dims)))
         wanted = math.ceil((number - 1) * furthest / (0.75 if dims == 1 else 1.5)) + 1
-        return Nodes(min(max(wanted, number), most), reach=6.5 if dims == 1 else 5.0)
+        return Nodes(max(number, min(wanted, most)), reach)
 
     def _deposit(self, where: Tensor, weights: Tensor) -> Tensor:
         """Share out `[K, C, P, d]` among the grid's points, `[C, P, G]`."""
@@ -303,8 +327,10 @@ class GridRecursion(DiscreteRecursion):
     def _initial(self) -> Tensor:
         dims = len(self._push("initial", None, 0, Nodes(3))[2].noise_axes)
         nodes = self._nodes("initial", None, 0)
-        many = {0: 3, 1: 16_385, 2: 257}.get(dims, len(nodes))
-        table = self._deposit(*self._push("initial", None, 0, Nodes(max(many, len(nodes))))[:2])[:, 0]
+        if dims in (1, 2):  # a single point to push: nodes are cheap
+            many = 16_385 if dims == 1 else 385
+            nodes = Nodes(max(many, len(nodes)), max(12.0, self.settings.reach or 0.0))
+        table = self._deposit(*self._push("initial", None, 0, nodes)[:2])[:, 0]
         table = table.clamp(min=0)
         return table / table.sum(-1, keepdim=True)
 
@@ -399,7 +425,8 @@ def _trials(model: CPOMDP) -> list[Episodes]:
         return lambda history: torch.full((B,), a, device=model.device)
 
     policies: list[Any] = [*map(always, range(model.num_actions)), RandomPolicy(model.num_actions)]
-    return [simulate(model, policy, B, contexts="balanced", seed=0) for policy in policies]
+    with drawing(model):
+        return [simulate(model, policy, B, contexts="balanced", seed=0) for policy in policies]
 
 
 def _reached(
@@ -455,5 +482,12 @@ def _require_few_numbers(model: str, state: Any) -> int:
     return total
 
 
-def _pairs(bounds: Any) -> list[Sequence[float]]:
-    return [bounds] if isinstance(bounds[0], (int, float)) else list(bounds)
+def _pairs(bounds: Any) -> list[tuple[float, float]] | None:
+    """One or two pairs `(low, high)`, of whatever kind of numbers; None if bounds are not like that."""
+    try:
+        pairs = [tuple(bounds)] if isinstance(bounds[0], Real) else [tuple(pair) for pair in bounds]
+        found = [(float(low), float(high)) for low, high in pairs]
+    except (TypeError, ValueError, IndexError, KeyError):
+        return None
+    proper = len(found) in (1, 2) and all(-math.inf < low < high < math.inf for low, high in found)
+    return found if proper else None

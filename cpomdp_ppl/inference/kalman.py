@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import (
     Backend,
     Recursion,
@@ -23,6 +24,7 @@ from cpomdp_ppl.inference.backend import (
     steps,
 )
 from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.enumeration import drawing
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.smoothing import Smoothing
@@ -31,6 +33,9 @@ from cpomdp_ppl.state import map_state
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
+
+MEMORY = 2**28
+"""Bytes that smoothing may keep of a batch of episodes."""
 
 Function: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Of points `[C, B, K, n]`; gives values `[C, B, K, m]` and the covariance of noise there, if any."""
@@ -85,7 +90,9 @@ class KalmanRecursion(Recursion):
     """
 
     def __init__(self, model: CPOMDP, reward_points: int) -> None:
-        super().__init__(model)
+        _require_sensible(model)
+        with drawing(model):
+            super().__init__(model)
         self.coordinates = Coordinates(model, self.signature)
         points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
         self.normal_points = points.to(model.device, self.coordinates.dtype)
@@ -96,6 +103,7 @@ class KalmanRecursion(Recursion):
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         with Reparameterised("transition", own) as transition:
             state = model.transition(state, action, self.context)
+        state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         self.transition_noise = transition.num_noise
         with Reparameterised("observation", own):
             model.observation(state, action, self.context)
@@ -225,6 +233,26 @@ class KalmanRecursion(Recursion):
         shape = tuple(points.shape[:3])
         return self.reward(self.coordinates.state(points), action, shape).mean(-1)
 
+    def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`.
+
+        Raises:
+            ModelError: If the program returns anything else.
+        """
+        reward: Any = self.model.reward(state, axes(action, len(self.own)), self.context)
+        full = (*shape, *self.own)
+        if not isinstance(reward, Tensor):
+            found = f"a {type(reward).__name__}"
+        elif any(n not in (1, m) for n, m in zip(reward.shape[::-1], full[::-1], strict=False)) or (
+            reward.dim() > len(full)
+        ):
+            found = f"shape {list(reward.shape)}"
+        else:
+            values: Tensor = reward if reward.is_floating_point() else reward.to(self.coordinates.dtype)
+            return values.expand(full).reshape(shape)
+        fault = f"reward: returns {found}, but expected a tensor that broadcasts to {list(full)}"
+        raise ModelError(type(self.model).__name__, [fault])
+
     def moments(self, belief: GaussianBelief) -> tuple[Any, Any]:
         """Mean and variance of every number in the state."""
         return self.coordinates.state(belief.mean), self.coordinates.state(belief.root.square().sum(-1))
@@ -266,24 +294,36 @@ class KalmanFilter(Backend):
         with inferring(model, 0):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
-            mean, variance = (
-                map_state(lambda *leaf: torch.stack(leaf).movedim(2, 0), *series)  # [B, T+1, C, …]
-                for series in zip(*rts(recursion, episodes), strict=True)
+            D = recursion.coordinates.dim
+            numbers = (episodes.horizon + 1) * model.num_contexts * 6 * D * (D + 1)  # kept for the way back
+            size = max(1, MEMORY // (8 * numbers))
+            return Smoothing.concatenate(
+                [
+                    _smoothed(recursion, episodes[i : i + size], offset=i)
+                    for i in range(0, len(episodes), size)
+                ]
             )
-        return Smoothing("RTS", mean, variance)
 
 
-def rts(recursion: KalmanRecursion, episodes: Episodes) -> list[tuple[Any, Any]]:
+def _smoothed(recursion: KalmanRecursion, episodes: Episodes, offset: int) -> Smoothing:
+    mean, variance = (
+        map_state(lambda *leaf: torch.stack(leaf).movedim(2, 0), *series)  # [B, T+1, C, …]
+        for series in zip(*rts(recursion, episodes, offset), strict=True)
+    )
+    return Smoothing("RTS", mean, variance)
+
+
+def rts(recursion: KalmanRecursion, episodes: Episodes, offset: int = 0) -> list[tuple[Any, Any]]:
     """Smoothed moments of the states at times 0 … T, leaves `[C, B, …]`."""
     D = recursion.coordinates.dim
     belief = recursion.start(len(episodes))
     total = belief.mean.new_zeros(belief.mean.shape[:2], dtype=torch.float64)
     if recursion.model.initial_observation:
-        seen = initial_step(episodes, 0)
+        seen = initial_step(episodes, offset)
         belief, increment = recursion.look(belief, seen)
         total = checked(recursion.model, total, increment, seen)
     passed = []
-    for seen in steps(episodes, 0):
+    for seen in steps(episodes, offset):
         assert seen.action is not None
         predicted, moved = recursion.predict(belief, seen.action)
         cross = moved.covariance(moved.inputs[..., :D], moved.outputs)  # cov(s_t, s_{t+1})
@@ -369,6 +409,17 @@ def normal_points(num_points: int, dim: int) -> Tensor:
         factor = torch.linalg.cholesky(points.mT @ points / num_points)
         points = torch.linalg.solve_triangular(factor.mT, points, upper=True, left=False)
     return points
+
+
+def _require_sensible(model: CPOMDP) -> None:
+    """Look at scales, at the mean of the first state, before torch draws with them."""
+    own = (1,) * model.max_plate_nesting
+    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *own)
+    with torch.no_grad(), model.running(), suppress(UnsupportedModelError):  # which has its turn later
+        with Reparameterised("initial", len(own)):
+            state = model.initial(context)
+        with Reparameterised("observation", len(own)):
+            model.observation(state, torch.zeros_like(context[:1]), context)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import (
     Backend,
     Recursion,
@@ -21,7 +21,14 @@ from cpomdp_ppl.inference.backend import (
     steps,
 )
 from cpomdp_ppl.inference.belief import where_alive
-from cpomdp_ppl.inference.enumeration import Enumerated, double_precision, in_double_precision
+from cpomdp_ppl.inference.enumeration import (
+    Enumerated,
+    Sensible,
+    double_precision,
+    drawing,
+    in_double_precision,
+    require_sensible,
+)
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
 from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.state import leaves, map_state
@@ -33,7 +40,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.state import State
 
 MEMORY = 2**28
-"""Bytes that the likelihoods of one step may take."""
+"""Bytes that the likelihoods of one step may take, or all that smoothing keeps of a batch."""
+
+NEGLIGIBLE = 1e-12
+"""A state of such a probability may have an observation that makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +98,14 @@ class ObservableOperator(Backend):
         with inferring(model, 0):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
-            filtered = _filtered(recursion, episodes)
-            smoothed = filtered[-1:]
-            for t in reversed(range(episodes.horizon)):
-                after, before = smoothed[-1], filtered[t]
-                going = t < episodes.lengths
-                back = recursion.back(before, episodes.actions[:, t], after)
-                smoothed.append(torch.where(going[:, None], back, after))
-            probabilities = torch.stack(smoothed[::-1]).permute(2, 0, 1, 3)  # [B, T+1, C, N]
-            mean, variance = recursion.index_moments(probabilities)
-        return Smoothing("forward-backward", mean, variance, probabilities=probabilities)
+            numbers = 3 * (episodes.horizon + 1) * recursion.initial.numel()  # on both ways, and stacked
+            size = max(1, MEMORY // (8 * numbers))
+            return Smoothing.concatenate(
+                [
+                    _smoothed(recursion, episodes[i : i + size], offset=i)
+                    for i in range(0, len(episodes), size)
+                ]
+            )
 
 
 class DiscreteRecursion(Recursion):
@@ -132,13 +140,32 @@ class DiscreteRecursion(Recursion):
         if rows is not None and not len(rows):
             return belief, increment
         if rows is None:
-            posterior, increment = bayes(p, self.log_likelihood(seen))
+            posterior, increment = self._condition(p, seen)
             return DiscreteBelief(posterior), increment
-        posterior, log_normaliser = bayes(p[:, rows], self.log_likelihood(seen.select(rows)))
+        posterior, log_normaliser = self._condition(p[:, rows], seen.select(rows))
         return (
             DiscreteBelief(p.index_copy(1, rows, posterior)),
             increment.index_copy(1, rows, log_normaliser),
         )
+
+    def _condition(self, p: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Bayes' rule, except where a state that is possible gives a site parameters that make no sense."""
+        with Sensible("observation", len(self.own)) as sensible:
+            log_likelihood = self.log_likelihood(seen)
+        if sensible.wrong is not None:
+            wrong = (sensible.wrong & (p > NEGLIGIBLE)).flatten(2).any(-1)  # [C, B]
+            if bool(wrong.any()):
+                c, b = wrong.nonzero()[0].tolist()
+                raise DensityError(
+                    f"{sensible.message} at time {seen.time} of episode {seen.episode(b)} "
+                    f"in context '{self.model.context_names[c]}'"
+                )
+            log_likelihood = torch.where(sensible.wrong, -torch.inf, log_likelihood)
+        posterior, increment = bayes(p, log_likelihood)
+        if bool(increment.isnan().any()):
+            ignored = log_likelihood.isnan() & (p <= NEGLIGIBLE)
+            posterior, increment = bayes(p, torch.where(ignored, -torch.inf, log_likelihood))
+        return posterior, increment
 
     @double_precision()
     def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
@@ -161,17 +188,21 @@ class FiniteRecursion(DiscreteRecursion):
     """
 
     def __init__(self, model: CPOMDP) -> None:
-        if model.states is None:
+        N = model.states
+        if N is None:
             raise UnsupportedModelError(
                 f"exact: {type(model).__name__} does not say that it has finitely many states (`states = N`)"
             )
-        super().__init__(in_double_precision(model))
+        model = in_double_precision(model)
+        require_sensible(model)
+        with drawing(model):
+            super().__init__(model)
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves(self.signature.state)}
         if list(sizes.values()) != [1]:
             raise UnsupportedModelError(
                 f"exact: the state of a finite model is one index, but {type(model).__name__} has {sizes}"
             )
-        C, A, N = model.num_contexts, model.num_actions, model.states
+        C, A = model.num_contexts, model.num_actions
         self.N = N
         self.states = self._as_state(torch.arange(N, device=model.device).reshape(1, 1, N))
         self.initial = self._table("initial", (C, 1, 1)).reshape(C, N)
@@ -267,17 +298,30 @@ def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
     return posterior, (highest + normaliser.log()).squeeze(-1)
 
 
-def _filtered(recursion: FiniteRecursion, episodes: Episodes) -> list[Tensor]:
+def _smoothed(recursion: FiniteRecursion, episodes: Episodes, offset: int) -> Smoothing:
+    filtered = _filtered(recursion, episodes, offset)
+    smoothed = filtered[-1:]
+    for t in reversed(range(episodes.horizon)):
+        after, before = smoothed[-1], filtered[t]
+        going = t < episodes.lengths
+        back = recursion.back(before, episodes.actions[:, t], after)
+        smoothed.append(torch.where(going[:, None], back, after))
+    probabilities = torch.stack(smoothed[::-1]).permute(2, 0, 1, 3)  # [B, T+1, C, N]
+    mean, variance = recursion.index_moments(probabilities)
+    return Smoothing("forward-backward", mean, variance, probabilities=probabilities)
+
+
+def _filtered(recursion: FiniteRecursion, episodes: Episodes, offset: int) -> list[Tensor]:
     """Filtered probabilities at all times, T + 1 times `[C, B, N]`."""
     model = recursion.model
     belief = recursion.start(len(episodes))
     total = belief.probabilities.new_zeros(model.num_contexts, len(episodes))
     if model.initial_observation:
-        seen = initial_step(episodes, 0)
+        seen = initial_step(episodes, offset)
         belief, increment = recursion.look(belief, seen)
         total = checked(model, total, increment, seen)
     filtered = [belief.probabilities]
-    for seen in steps(episodes, 0):
+    for seen in steps(episodes, offset):
         before, (belief, increment) = belief, recursion.step(belief, seen)
         if seen.alive is not None:
             belief = where_alive(seen.alive, belief, before)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require, require_count
+from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
+from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.episodes import filled, require_finite, squeezed
+from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.scoring import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import ObservationSite
 
 
 class OnlineFilter:
@@ -56,19 +62,13 @@ class OnlineFilter:
         prior: Sequence[float] | Tensor | None = None,
         seed: int | None = None,
     ) -> None:
-        model.require_definition()
-        require_count("num_episodes", num_episodes)
+        require_model(model)
+        num_episodes = require_count("num_episodes", num_episodes)
         self.model = model
         self.num_episodes = num_episodes
-        p = torch.as_tensor(model.prior() if prior is None else prior, device=model.device)
         C = model.num_contexts
-        require(
-            p.shape in ((C,), (num_episodes, C)),
-            "prior",
-            list(p.shape),
-            f"shape [{C}] or [{num_episodes}, {C}]",
-        )
-        self._log_prior = p.double().log().expand(num_episodes, C)
+        p = as_prior(model.prior() if prior is None else prior, C, num_episodes).to(model.device)
+        self._log_prior = p.log().expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
         self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
@@ -79,17 +79,18 @@ class OnlineFilter:
 
     def observe(
         self,
-        action: int | str | Sequence[int] | Tensor | None,
+        action: int | str | Sequence[int | str] | Tensor | None,
         observations: Mapping[str, Any] | None = None,
         observed: Mapping[str, Any] | None = None,
     ) -> None:
         """Take in one step: the action taken, and what was seen after it.
 
         Args:
-            action: For all episodes, or one for each, `[B]`; a name will do. None for an initial observation.
+            action: For all episodes, or one for each, `[B]`; names will do. None for an initial observation.
             observations: By site, `[B, …]` (or without the episode axis, for a single episode). Sites left
                 out were not observed.
-            observed: By site, bool `[B]`; left out, everything given counts as observed.
+            observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates; sites left out
+                were not observed). Without it, everything given counts as observed.
 
         Raises:
             ValueError: If this cannot be a step of the model.
@@ -98,7 +99,7 @@ class OnlineFilter:
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
             raise rejected("action", action, expected)
-        seen = self._seen(action, observations or {}, observed)
+        seen = self._seen(action, {} if observations is None else observations, observed)
         with inferring(self.model, 0):
             torch.set_rng_state(self._generator)
             # A recursion may write into the belief it is given; what was handed out must stay as it was.
@@ -118,8 +119,13 @@ class OnlineFilter:
 
     @property
     def posterior(self) -> Tensor:
-        """`P(c | o_{1:t})`, float64 `[B, C]`."""
-        return (self._log_prior + self.log_likelihood).softmax(-1)
+        """`P(c | o_{1:t})`, float64 `[B, C]`.
+
+        Raises:
+            DegenerateWeightsError: If the prior excludes every context that can have produced an episode.
+        """
+        joint = self._log_prior + self.log_likelihood
+        return log_normalised(joint[:, None], self.time).squeeze(1).exp()
 
     @property
     def state_mean(self) -> Any:
@@ -136,47 +142,64 @@ class OnlineFilter:
             moments = self._recursion.moments(self.belief)[which]
         return map_belief(lambda leaf: leaf.movedim(1, 0), moments)
 
-    def expected_reward(self, action: int | str | Sequence[int] | Tensor) -> Tensor:
+    def expected_reward(self, action: int | str | Sequence[int | str] | Tensor) -> Tensor:
         """`E[r_c(s_t, a)]` under the belief, `[B, C]`."""
         with inferring(self.model, 0):
             return self._recursion.expected_reward(self.belief, self._actions(action)).T
 
     def _actions(self, action: Any) -> Tensor:
-        names = self.model.action_names
-        if isinstance(action, str):
-            require(action in names, "action", action, f"one of {list(names)}")
-            action = names.index(action)
-        a = torch.as_tensor(action, device=self.model.device)
-        whole = not a.is_floating_point() and a.dtype != torch.bool and a.shape in ((), (self.num_episodes,))
-        require(whole, "action", action, f"an index, a name, or indices [{self.num_episodes}]")
+        B, names = self.num_episodes, self.model.action_names
+        a = as_indices("action", action, names).to(self.model.device)
+        require(a.shape in ((), (B,)), "action", action, f"an index, a name, or either for each: [{B}]")
         low, high = (int(extreme) for extreme in a.aminmax())
         require(low >= 0 and high < len(names), "action", action, f"0 to {len(names) - 1}")
-        return a.long().expand(self.num_episodes)
+        return a.expand(B)
 
-    def _seen(self, action: Any, observations: Mapping[str, Any], observed: Mapping[str, Any] | None) -> Seen:
-        B, sites = self.num_episodes, self._recursion.signature.observations
-        unknown = sorted(set(observations) - set(sites))
-        require(not unknown, "observations", unknown, f"sites out of {sorted(sites)}")
+    def _seen(self, action: Any, observations: Any, observed: Any) -> Seen:
+        sites = self._recursion.signature.observations
+        _require_sites("observations", observations, sites)
+        if observed is not None:
+            _require_sites("observed", observed, sites)
         values, flags = {}, {}
         for name, spec in sites.items():
-            value = torch.zeros((B, *spec.shape), dtype=spec.dtype, device=self.model.device)
-            flag = torch.zeros((B, *spec.plates), dtype=torch.bool, device=self.model.device)
+            given = name in observations if observed is None else observed.get(name, False)
+            flag = self._flags(name, spec, given)
             if name in observations:
-                given = torch.as_tensor(observations[name], device=self.model.device).to(spec.dtype)
-                fits = given.numel() == value.numel()
-                require(fits, f"observations['{name}']", list(given.shape), f"shape {list(value.shape)}")
-                value = given.reshape(value.shape)
-                flag = torch.ones_like(flag)
-                if observed is not None:
-                    flag = (
-                        torch.as_tensor(observed.get(name, False), device=flag.device).bool().expand_as(flag)
-                    )
-                event = value.dim() - flag.dim()
-                counted = flag.reshape(flag.shape + (1,) * event)
-                finite = not value.is_floating_point() or bool((torch.isfinite(value) | ~counted).all())
-                require(finite, f"observations['{name}']", value.tolist(), "finite values where observed")
-                value = torch.where(counted, value, value.new_zeros(()))
+                value = self._values(name, spec, observations[name], flag)
+            else:
+                require(not bool(flag.any()), f"observed['{name}']", True, "False: it is not in observations")
+                value = torch.zeros(self.num_episodes, *spec.shape, dtype=spec.dtype, device=flag.device)
             values[name], flags[name] = value, flag
         (rows,) = rows_observed({name: flag[None] for name, flag in flags.items()})
         time = 0 if action is None else self.time + 1
         return Seen(time, None if action is None else self._actions(action), values, flags, rows)
+
+    def _flags(self, name: str, spec: ObservationSite, given: Any) -> Tensor:
+        """Which values at a site count, bool `[B, *plates]`."""
+        shape = (self.num_episodes, *spec.plates)
+        what = f"observed['{name}']"
+        flags = as_tensor(what, given).to(self.model.device)
+        require(flags.dtype == torch.bool, what, given, "booleans")
+        if flags.dim() == 0:
+            return flags.expand(shape)
+        if self.num_episodes == 1 and flags.shape == spec.plates:
+            flags = flags[None]
+        require(flags.shape in (shape, shape[:1]), what, list(flags.shape), f"shape {list(shape)}")
+        return on_the_right(flags, flags.new_empty(shape)).expand(shape)
+
+    def _values(self, name: str, spec: ObservationSite, given: Any, flags: Tensor) -> Tensor:
+        """What was seen at a site, `[B, …]`, zero where that does not count."""
+        B, what = self.num_episodes, f"observations['{name}']"
+        value = as_tensor(what, given).to(self.model.device)
+        axes = value.shape if B == 1 else value.shape[1:]  # a single episode may lack its axis
+        fits = squeezed(axes) == squeezed(spec.shape) and (B == 1 or value.shape[:1] == (B,))
+        require(fits, what, list(value.shape), f"shape {[B, *spec.shape]}")
+        value = value.reshape(B, *spec.shape)
+        require_finite(what, value, flags)
+        return as_type(what, filled(value, flags), spec.dtype, flags)
+
+
+def _require_sites(argument: str, given: Any, sites: Mapping[str, ObservationSite]) -> None:
+    require(isinstance(given, Mapping), argument, given, f"a mapping from sites out of {sorted(sites)}")
+    unknown = sorted(map(str, set(given) - set(sites)))
+    require(not unknown, argument, unknown, f"sites out of {sorted(sites)}")

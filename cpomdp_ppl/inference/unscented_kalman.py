@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -40,10 +41,10 @@ class UnscentedKalmanFilter(KalmanFilter):
     reward_points: int = 64
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number")
-        require(math.isfinite(self.beta), "beta", self.beta, "a finite number")
+        require(_is_finite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number")
+        require(_is_finite(self.beta), "beta", self.beta, "a finite number")
         require(
-            self.kappa is None or (math.isfinite(self.kappa) and self.kappa > -1),
+            self.kappa is None or (_is_finite(self.kappa) and self.kappa > -1),
             "kappa",
             self.kappa,
             "None or a number above -1",
@@ -89,3 +90,7 @@ class UnscentedRecursion(KalmanRecursion):
         of_covariance = of_mean.clone()
         of_covariance[0] += 1 - alpha**2 + beta
         return math.sqrt(spread), of_mean, of_covariance
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -313,3 +313,151 @@ def test_memory_is_bounded_and_chunks_agree(monkeypatch):
     assert GridFilter(200).episodes_at_once(model, GridFilter(200).recursion(model)) < 15
     chunks = GridFilter(200).run(model, episodes)
     assert torch.allclose(whole.log_likelihood, chunks.log_likelihood, rtol=0, atol=1e-12)
+
+
+class Outlier(CPOMDP):
+    """One step of a walk, seen with some noise."""
+
+    contexts, actions, horizon = 1, 2, 1
+
+    def __init__(self, sd):
+        super().__init__()
+        self.sd = sd
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, 0.3))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, self.sd))
+
+    def reward(self, state, action, context):
+        return state
+
+
+def once(z):
+    return Episodes(torch.tensor([[0]]), {"z": torch.tensor([[z]])}, {"z": torch.tensor([[True]])})
+
+
+@pytest.mark.parametrize(("sd", "z"), [(1.0, 15.0), (0.1, 10.0), (1.0, -12.0)])
+def test_outliers_are_followed_into_the_tails(sd, z):
+    found = GridFilter(bounds=(-20, 20)).run(Outlier(sd), once(z)).log_likelihood.item()
+    variance = 1.09 + sd**2
+    assert found == pytest.approx(-0.5 * (z**2 / variance + np.log(2 * np.pi * variance)), abs=2e-3)
+    longer = GridFilter(bounds=(-20, 20), reach=12).run(Outlier(sd), once(z)).log_likelihood.item()
+    assert longer == pytest.approx(found, abs=2e-3)
+
+
+@pytest.mark.parametrize("z", [1e3, 1e9, -1e9, 1e19, 1e30])
+def test_what_is_far_out_of_reach_is_not_nan(z):
+    found = GridFilter(bounds=(-20, 20)).run(Outlier(0.1), once(z))
+    assert found.log_likelihood.item() < -1e5  # not NaN
+    assert found.state_mean.isfinite().all()
+
+
+class PlainTensors(Outlier):
+    def __init__(self):
+        super().__init__(0.5)
+        self.half = torch.tensor([[0.5]])
+        self.several = [torch.tensor(0.25)]
+        self.named = {"sd": torch.tensor(0.5, requires_grad=True) * 1}
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    def transition(self, state, action, context):
+        return state @ self.half + self.several[0]
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state[..., 0], self.named["sd"]))
+
+    def reward(self, state, action, context):
+        return state[..., 0]
+
+
+def test_plain_tensors_are_made_double():
+    model = PlainTensors()
+    found = GridFilter(400).run(model, once(1.0)).log_likelihood.item()
+    assert found == pytest.approx(-0.5 * (0.75**2 / 0.5 + np.log(2 * np.pi * 0.5)), abs=1e-5)
+    assert model.half.dtype == model.several[0].dtype == model.named["sd"].dtype == torch.float32
+
+
+class Noted(Outlier):
+    def initial(self, context):
+        return pyro.deterministic("start", super().initial(context))
+
+    def transition(self, state, action, context):
+        return pyro.deterministic("moved", super().transition(state, action, context))
+
+    def observation(self, state, action, context):
+        super().observation(pyro.deterministic("seen", state), action, context)
+
+
+def test_deterministic_sites_are_no_sites():
+    found, expected = (GridFilter(400).run(model(1.0), once(0.5)) for model in (Noted, Outlier))
+    assert torch.equal(found.log_likelihood, expected.log_likelihood)
+
+
+class Negative(Outlier):
+    def __init__(self, program, scale):
+        super().__init__(1.0)
+        self.scales = {"initial": 1.0, "transition": 1.0, "observation": 1.0, program: scale}
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, self.scales["initial"]))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, self.scales["transition"]))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, self.scales["observation"]))
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan")])
+@pytest.mark.parametrize(("program", "site"), [("initial", "x"), ("transition", "x"), ("observation", "z")])
+def test_scales_that_make_no_sense(program, site, scale):
+    with pytest.raises(DensityError, match=f"{program}: site '{site}' .*scale = {scale}"):
+        GridFilter(100, bounds=(-30, 30)).run(Negative(program, scale), once(0.0))
+
+
+class Counts(Outlier):
+    def __init__(self, mean):
+        super().__init__(1.0)
+        self.mean = mean
+
+    def initial(self, context):
+        return super().initial(context) + self.mean
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Poisson(state))
+
+
+def test_a_rate_may_be_negative_only_where_the_state_never_is():
+    with pytest.raises(DensityError, match=r"observation: site 'z' \(Poisson\) has rate = -"):
+        GridFilter(400, bounds=(-20, 20)).run(Counts(-3.0), once(0.0))
+    backend = GridFilter(400, bounds=(-20, 20))
+    likely = backend.run(Counts(9.5), once(3.0)).log_likelihood.item()
+    x = np.linspace(0.01, 19, 20_000)
+    density = np.exp(-0.5 * (x - 9.5) ** 2 / 1.09) / np.sqrt(2 * np.pi * 1.09) * np.exp(-x) * x**3 / 6
+    assert likely == pytest.approx(np.log(density.sum() * (x[1] - x[0])), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "bounds", [5, "ab", (1,), (1, 2, 3), ((0, 1), (0, 1), (0, 1)), ((0, 1), 2), (), (0, float("inf"))]
+)
+def test_bounds_that_make_no_sense(bounds):
+    with pytest.raises(ValueError, match="bounds: expected"):
+        GridFilter(bounds=bounds)
+
+
+def test_bounds_may_be_of_any_numbers():
+    expected = GridFilter(100, bounds=(-20, 20)).run(Outlier(1.0), once(0.0)).log_likelihood
+    for bounds in ((np.float32(-20), np.int64(20)), np.array([-20, 20]), np.array([[-20.0, 20.0]])):
+        assert torch.equal(
+            GridFilter(100, bounds=bounds).run(Outlier(1.0), once(0.0)).log_likelihood, expected
+        )
+    for reach in (0, "far", 100):
+        with pytest.raises(ValueError, match="reach: expected"):
+            GridFilter(reach=reach)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
-from cpomdp_ppl.errors import DensityError, ObservationError, UnsupportedModelError
+from cpomdp_ppl.errors import DensityError, ModelError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
 from cpomdp_ppl.inference.gaussian import block_diagonal
 from cpomdp_ppl.inference.kalman import normal_points, square_root
@@ -613,6 +613,9 @@ def test_a_singular_observation(backend):
         (lambda: UnscentedKalmanFilter(alpha=0.0), "alpha"),
         (lambda: UnscentedKalmanFilter(beta=math.inf), "beta"),
         (lambda: UnscentedKalmanFilter(kappa=-1.0), "kappa"),
+        (lambda: UnscentedKalmanFilter(alpha="a"), "alpha"),
+        (lambda: UnscentedKalmanFilter(beta=None), "beta"),
+        (lambda: UnscentedKalmanFilter(kappa="3"), "kappa"),
     ],
 )
 def test_settings_that_make_no_sense(make, message):
@@ -629,3 +632,85 @@ def test_square_roots_of_singular_matrices():
             root = square_root(P)
             torch.testing.assert_close(root @ root.mT, P, rtol=1e-10, atol=1e-10)
     assert bool(square_root(torch.full((2, 2), torch.nan)).isnan().any())
+
+
+class Noted(Walk):
+    def initial(self, context):
+        return pyro.deterministic("start", super().initial(context))
+
+    def transition(self, state, action, context):
+        return pyro.deterministic("moved", super().transition(state, action, context))
+
+    def observation(self, state, action, context):
+        super().observation(pyro.deterministic("seen", state), action, context)
+
+
+def test_deterministic_sites_are_no_sites(backend):
+    episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
+    found, expected = backend.run(Noted(), episodes), backend.run(Walk(), episodes)
+    assert torch.equal(found.log_likelihood, expected.log_likelihood)
+
+
+class Scales(Walk):
+    def __init__(self, program, scale):
+        super().__init__()
+        self.scales = {"initial": 1.0, "transition": 1.0, "observation": 1.0, program: scale}
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, self.scales["initial"]))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, self.scales["transition"]))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, self.scales["observation"]))
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan])
+@pytest.mark.parametrize(("program", "site"), [("initial", "x"), ("transition", "x"), ("observation", "z")])
+def test_scales_that_make_no_sense(backend, program, site, scale):
+    episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
+    with pytest.raises(DensityError, match=f"{program}: site '{site}' .*scale = {scale}"):
+        backend.run(Scales(program, scale), episodes)
+
+
+class Boxed(Walk):
+    def transition(self, state, action, context):
+        return {"x": super().transition(state, action, context)}
+
+
+class PlainReward(Walk):
+    def reward(self, state, action, context):
+        return 1.0
+
+
+class LongReward(Walk):
+    def reward(self, state, action, context):
+        return torch.zeros(7)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Boxed, "transition: returns a state of shapes"),
+        (PlainReward, "reward: returns a float"),
+        (LongReward, r"reward: returns shape \[7\]"),
+    ],
+)
+def test_programs_that_return_something_else(backend, model, message):
+    episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
+    with pytest.raises(ModelError, match=message):
+        backend.run(model(), episodes)
+
+
+def test_smoothing_in_chunks_agrees(backend, monkeypatch):
+    model = LinearGaussian(2)
+    episodes = ragged(model, 2)
+    whole = backend.smooth(model, episodes)
+    monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
+    chunks = backend.smooth(model, episodes)
+    for name in ("state_mean", "state_variance"):
+        for (_, one), (_, other) in zip(
+            leaves(getattr(whole, name)), leaves(getattr(chunks, name)), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

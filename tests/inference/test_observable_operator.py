@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
-from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.observable_operator import ObservableOperator
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.programs import Walk
@@ -363,3 +363,61 @@ def test_steps_past_the_end_change_nothing():
         assert torch.allclose(smoothed.probabilities[b, : length + 1], expected, rtol=0, atol=1e-12)
         last = expected[-1:].expand(model.horizon - length + 1, -1, -1)
         assert torch.equal(smoothed.probabilities[b, length:], last)
+
+
+class Improper(Slippery):
+    """Probabilities and rates that are none."""
+
+    def __init__(self, program, value):
+        super().__init__()
+        self.program, self.value = program, value
+
+    def initial(self, context):
+        p = self.value if self.program == "initial" else 0.5
+        return pyro.sample("first", dist.Bernoulli(p)).long()
+
+    def transition(self, state, action, context):
+        p = self.value if self.program == "transition" else 0.5
+        return pyro.sample("next", dist.Bernoulli(p)).long()
+
+    def observation(self, state, action, context):
+        rate = self.value if self.program == "observation" else 1.0
+        pyro.sample("z", dist.Poisson(torch.where(state == 1, rate, 1.0)))
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+@pytest.mark.parametrize(
+    ("program", "site"), [("initial", "first"), ("transition", "next"), ("observation", "z")]
+)
+def test_parameters_that_make_no_sense(program, site, value):
+    episodes = Episodes(torch.tensor([[0]]), {"z": torch.tensor([[0.0]])}, {"z": torch.tensor([[True]])})
+    with pytest.raises(DensityError, match=f"{program}: site '{site}' .* = {value}"):
+        ObservableOperator().run(Improper(program, value), episodes)
+
+
+class Noted(Random):
+    def initial(self, context):
+        return pyro.deterministic("start", super().initial(context))
+
+    def transition(self, state, action, context):
+        return pyro.deterministic("moved", super().transition(state, action, context))
+
+    def observation(self, state, action, context):
+        super().observation(pyro.deterministic("seen", state), action, context)
+
+
+def test_deterministic_sites_are_no_sites():
+    settings = (0, 2, 3, 2, 4)
+    episodes = simulate(Random(*settings), RandomPolicy(2), 5, seed=0)
+    found, expected = (ObservableOperator().run(model(*settings), episodes) for model in (Noted, Random))
+    assert torch.equal(found.log_likelihood, expected.log_likelihood)
+
+
+def test_smoothing_in_chunks_agrees(monkeypatch):
+    model = ContextualTiger()
+    episodes = simulate(model, RandomPolicy(model.num_actions), 7, seed=0)
+    whole = ObservableOperator().smooth(model, episodes)
+    monkeypatch.setattr("cpomdp_ppl.inference.observable_operator.MEMORY", 1)
+    chunks = ObservableOperator().smooth(model, episodes)
+    assert torch.allclose(whole.probabilities, chunks.probabilities, rtol=0, atol=1e-12)
+    assert torch.allclose(whole.state_mean, chunks.state_mean, rtol=0, atol=1e-12)

@@ -372,7 +372,7 @@ def test_a_hidden_site_that_others_depend_on_is_marginalised_or_refused():
         variance = 1 + (1 + c) ** 2 + 1 + 1
         exact = dist.Normal(1.0 + c, variance**0.5).log_prob(torch.tensor(3.0))
         assert abs(ll[c] - exact) < 0.02
-    for backend in ("grid",):
+    for backend in ("grid", "ekf", "ukf"):
         with pytest.raises(UnsupportedModelError, match="depend on site 'first'"):
             as_backend(backend).run(Chained(), episodes)
 
