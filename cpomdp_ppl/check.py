@@ -72,6 +72,8 @@ def definition_faults(model: CPOMDP) -> list[str]:
     nesting = whole_number(model.max_plate_nesting)
     if nesting is None or nesting < 0:
         faults.append(f"max_plate_nesting: expected a number of axes, got {model.max_plate_nesting!r}")
+    for name in model._pyro_samples:  # it would be drawn anew for every program, and not by episode
+        faults.append(f"{name}: a PyroSample is not a constant; sample it in a program, as part of the state")
     return faults or list(_prior_faults(model))
 
 

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroSample
 from torch.distributions import constraints
 
 from cpomdp_ppl import ModelError, RandomPolicy, simulate
@@ -380,6 +381,16 @@ def test_a_bad_definition_is_named(attributes, message):
     model = type("Odd", (Walk,), attributes)()
     with pytest.raises(ModelError, match=message):
         model.check()
+
+
+def test_random_constants_are_refused():
+    class Vague(Walk):
+        def __init__(self):
+            super().__init__()
+            self.drift = PyroSample(dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ModelError, match="drift: a PyroSample is not a constant"):
+        Vague().check()
 
 
 def test_all_faults_are_told_at_once():

@@ -79,4 +79,5 @@ class LightDark(CPOMDP):
 
 def into_the_light(state: Tensor, context: Tensor) -> Tensor:
     """How far the robot is on the lit side of the origin."""
-    return (1 - 2 * context) * state
+    side = (0.5 - context).sign()  # 1 in context 0, −1 in context 1
+    return side * state
