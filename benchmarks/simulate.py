@@ -44,7 +44,7 @@ def by_hand(B: int, T: int) -> dict[str, torch.Tensor]:
     return {"states": torch.stack(states, 1)} | {k: torch.stack(v, 1) for k, v in series.items()}
 
 
-def seconds(functions: list[Callable[[], object]], repeats: int = 15) -> list[float]:
+def seconds(functions: list[Callable[[], object]], repeats: int = 41) -> list[float]:
     """Median time of each; they take turns, so that a slow moment of the machine hits all."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:

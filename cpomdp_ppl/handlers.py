@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions import Independent, MaskedDistribution, MixtureSameFamily
+from pyro.distributions import Independent, MaskedDistribution, MixtureSameFamily, Normal
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
@@ -38,7 +38,10 @@ class Batched(Messenger):
         if shape == self.shape and not isinstance(base_of(fn), MixtureSameFamily):
             return  # (a mixture's two parts may differ in shape, and only `expand` makes them agree)
         if not shape and msg["value"] is None:
-            msg["args"] = (self.shape,)  # as good as to expand, and quicker
+            if type(fn) is Normal and not torch.is_grad_enabled():
+                msg["value"] = draw_normal(fn, self.shape)
+            else:
+                msg["args"] = (self.shape,)  # as good as to expand, and quicker
             return
         for frame in msg["cond_indep_stack"]:
             if frame.dim is not None and frame.dim < -self.max_plate_nesting:
@@ -47,6 +50,14 @@ class Batched(Messenger):
                     f"but max_plate_nesting = {self.max_plate_nesting}"
                 )
         msg["fn"] = fn.expand(torch.broadcast_shapes(self.shape, shape))
+
+
+def draw_normal(fn: Normal, shape: torch.Size) -> Tensor:
+    """Draw from a `Normal` of one mean and scale, in one pass over memory where `sample` takes three."""
+    scale = float(fn.scale)
+    if not scale >= 0:
+        raise ValueError(f"a Normal has scale {scale}")
+    return torch.empty(shape, dtype=fn.loc.dtype, device=fn.loc.device).normal_(float(fn.loc), scale)
 
 
 class Recorded(Messenger):

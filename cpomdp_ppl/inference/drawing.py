@@ -11,6 +11,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.handlers import draw_normal
 from cpomdp_ppl.inference.scoring import unmasked
 
 if TYPE_CHECKING:
@@ -74,14 +75,13 @@ def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:
     if fn.batch_shape:
         batch = torch.broadcast_shapes(batch, fn.batch_shape)
     elif type(fn) is dist.Normal:
-        value: Tensor = torch.empty(batch, dtype=fn.loc.dtype, device=fn.loc.device)
-        return value.normal_(float(fn.loc), float(fn.scale))
+        return draw_normal(fn, batch)
     noise = torch.Size((1, *batch[1:])) if common else batch
     base, event = fn, torch.Size()
     while isinstance(base, dist.Independent):
         event = base.base_dist.batch_shape[len(base.batch_shape) :] + event
         base = base.base_dist
-    value = _from_noise(base, noise + event)
+    value: Tensor | None = _from_noise(base, noise + event)
     if value is None:  # no way to share noise: contexts draw on their own
         value = fn.expand(batch).sample()
     return value
