@@ -8,14 +8,13 @@ Everything runs on one thread, in one process; functions take turns, so that a s
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
 
 import light_dark_peers as peers  # first: it sets the libraries' numbers of threads
 import matplotlib
 import numpy as np
 import torch
+from simulate import medians
 
 from cpomdp_ppl import Episodes, RandomPolicy, simulate
 from cpomdp_ppl.context import entropy
@@ -45,19 +44,6 @@ PEERS = {  # name: function, share of the episodes it is given (its time is scal
     "particles": (peers.particles_filter, 5),
     "Pyro SMCFilter": (peers.pyro_smcfilter, 20),
 }
-
-
-def medians(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each function."""
-    taken: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-    for _ in range(repeats):
-        for function, times in zip(functions, taken, strict=True):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
 
 
 def against_peers(model: LightDark, episodes: Episodes) -> None:

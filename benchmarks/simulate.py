@@ -44,7 +44,7 @@ def by_hand(B: int, T: int) -> dict[str, torch.Tensor]:
     return {"states": torch.stack(states, 1)} | {k: torch.stack(v, 1) for k, v in series.items()}
 
 
-def seconds(functions: list[Callable[[], object]], repeats: int = 41) -> list[float]:
+def medians(functions: list[Callable[[], object]], repeats: int = 41) -> list[float]:
     """Median time of each; they take turns, so that a slow moment of the machine hits all."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
@@ -71,7 +71,7 @@ def main() -> None:
     print("LightDark, random policy, T = 20, one thread; medians\n")
     print("| episodes | by hand, ms | simulate, ms | ratio |\n|---|---|---|---|")
     for B in (1_000, 10_000, 100_000):
-        hand, ours = seconds(
+        hand, ours = medians(
             [lambda B=B: by_hand(B, 20), lambda B=B: simulate(LightDark(), policy, B, seed=0)]
         )
         print(f"| {B:,} | {hand * 1e3:.1f} | {ours * 1e3:.1f} | {ours / hand:.2f} |")
@@ -81,7 +81,7 @@ def main() -> None:
     cases = [("episodes", B, LightDark(), B) for B in (10_000, 20_000, 40_000, 80_000)]
     cases += [("horizon", T, LightDark(T), 10_000) for T in (10, 20, 40, 80)]
     cases += [("contexts", C, ManyContexts(C), 10_000) for C in (2, 8, 32, 128)]
-    taken = seconds([lambda m=m, B=B: simulate(m, policy, B, seed=0) for _, _, m, B in cases], repeats=7)
+    taken = medians([lambda m=m, B=B: simulate(m, policy, B, seed=0) for _, _, m, B in cases], repeats=7)
     for (varied, value, model, B), duration in zip(cases, taken, strict=True):
         print(f"| {varied} | {value:,} | {duration * 1e3:.1f} | {duration / (B * model.horizon) * 1e6:.3f} |")
 

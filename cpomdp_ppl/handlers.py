@@ -86,11 +86,16 @@ class Recorded(Messenger):
         name = msg["name"]
         if self.time is not None:
             msg["name"] = f"{name}_{self.time}"
-        if msg["is_observed"] and msg["infer"].get("_deterministic"):
+        if is_deterministic(msg):
             return
         if name in self.sites:
             raise ValueError(f"two sample sites are named '{name}'")
         self.sites[name] = msg
+
+
+def is_deterministic(msg: Any) -> bool:
+    """Whether a message is of `pyro.deterministic`, which is no site of ours."""
+    return bool(msg["is_observed"] and msg["infer"].get("_deterministic"))
 
 
 def base_of(fn: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import (
     DegenerateWeightsError,
     DensityError,
+    ModelError,
     ObservationError,
     require,
     require_model,
@@ -87,9 +88,22 @@ class Recursion(ABC):
         return None
 
     def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`."""
-        reward = self.model.reward(state, axes(action, len(self.own)), self.context)
-        return reward.expand(*shape, *self.own).reshape(shape)
+        """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`.
+
+        Raises:
+            ModelError: If the program returns anything else.
+        """
+        reward: Any = self.model.reward(state, axes(action, len(self.own)), self.context)
+        full = (*shape, *self.own)
+        found = f"a {type(reward).__name__}"
+        if isinstance(reward, Tensor):
+            values: Tensor = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
+            try:
+                return values.expand(full).reshape(shape)
+            except RuntimeError:
+                found = f"shape {list(reward.shape)}"
+        fault = f"reward: returns {found}, but expected a tensor that broadcasts to {list(full)}"
+        raise ModelError(type(self.model).__name__, [fault])
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.distributions import constraints
 from torch.nn import Parameter
 
 from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
-from cpomdp_ppl.handlers import Batched, base_of, mask_of
-from cpomdp_ppl.inference.scoring import is_deterministic, log_density, unmasked
+from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of
+from cpomdp_ppl.inference.scoring import log_density, unmasked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,9 +12,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.errors import UnsupportedModelError
-from cpomdp_ppl.handlers import mask_of
+from cpomdp_ppl.handlers import is_deterministic, mask_of
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES, require_parameters
-from cpomdp_ppl.inference.scoring import Scored, Seen, is_deterministic, unmasked
+from cpomdp_ppl.inference.scoring import Scored, Seen, unmasked
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:

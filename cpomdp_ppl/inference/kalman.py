@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
 from cpomdp_ppl.inference.backend import (
     Backend,
     Recursion,
@@ -233,26 +233,6 @@ class KalmanRecursion(Recursion):
         shape = tuple(points.shape[:3])
         return self.reward(self.coordinates.state(points), action, shape).mean(-1)
 
-    def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`.
-
-        Raises:
-            ModelError: If the program returns anything else.
-        """
-        reward: Any = self.model.reward(state, axes(action, len(self.own)), self.context)
-        full = (*shape, *self.own)
-        if not isinstance(reward, Tensor):
-            found = f"a {type(reward).__name__}"
-        elif any(n not in (1, m) for n, m in zip(reward.shape[::-1], full[::-1], strict=False)) or (
-            reward.dim() > len(full)
-        ):
-            found = f"shape {list(reward.shape)}"
-        else:
-            values: Tensor = reward if reward.is_floating_point() else reward.to(self.coordinates.dtype)
-            return values.expand(full).reshape(shape)
-        fault = f"reward: returns {found}, but expected a tensor that broadcasts to {list(full)}"
-        raise ModelError(type(self.model).__name__, [fault])
-
     def moments(self, belief: GaussianBelief) -> tuple[Any, Any]:
         """Mean and variance of every number in the state."""
         return self.coordinates.state(belief.mean), self.coordinates.state(belief.root.square().sum(-1))
@@ -290,7 +270,7 @@ class KalmanFilter(Backend):
             ObservationError: If the episodes are not of this model.
             DensityError: If a program left the reals.
         """
-        model.require_definition()
+        require_model(model)
         with inferring(model, 0):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
 from cpomdp_ppl.inference.backend import (
     Backend,
     Recursion,
@@ -94,7 +94,7 @@ class ObservableOperator(Backend):
             UnsupportedModelError: If the model is not finite.
             DegenerateWeightsError: If no context can have produced an episode.
         """
-        model.require_definition()
+        require_model(model)
         with inferring(model, 0):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)

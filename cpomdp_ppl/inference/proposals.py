@@ -45,24 +45,12 @@ class Guide(Protocol):
         ...
 
 
-class Proposal(Protocol):
-    """A way to draw next states.
-
-    Both methods return states (which may lack axes) and the log-ratio `log p − log q`, `[C, B, N]`; None
-    stands for a ratio of 1.
-    """
-
-    def initial(self, shape: torch.Size, seen: Seen) -> tuple[Any, Tensor | None]:
-        """Draw first states for `[C, B, N]`, before an initial observation."""
-        ...
-
-    def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, Tensor | None]:
-        """Draw next states, before the observation that comes with them."""
-        ...
-
-
 class Bootstrap:
-    """The model's own programs."""
+    """The model's own programs; the base of all proposals.
+
+    A proposal draws states (which may lack axes), and gives the log-ratio `log p − log q` of its draws,
+    `[C, B, N]`; None stands for a ratio of 1.
+    """
 
     def __init__(self, recursion: Recursion, common: bool) -> None:
         self.model, self.context, self.own = recursion.model, recursion.context, len(recursion.own)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
-from cpomdp_ppl.handlers import mask_of
+from cpomdp_ppl.handlers import is_deterministic, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,11 +159,6 @@ class Scored(Messenger):
                 f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
                 "but the program masks it out there"
             )
-
-
-def is_deterministic(msg: Any) -> bool:
-    """Whether a message is of `pyro.deterministic`, which is no site of ours."""
-    return bool(msg["is_observed"] and msg["infer"].get("_deterministic"))
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
