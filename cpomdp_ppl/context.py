@@ -30,6 +30,23 @@ def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: i
     return p
 
 
+def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
+    """Contexts in proportion to a prior `[C]`, each as often as it can be, int64 `[B]`.
+
+    Args:
+        prior: Over contexts.
+        num_episodes: How many episodes B.
+        offset: In [0, 1): drawn at random, every episode's context is distributed like the prior.
+
+    Example:
+        >>> stratified(torch.tensor([0.5, 0.25, 0.25]), 4)
+        tensor([0, 0, 1, 2])
+    """
+    levels = (torch.arange(num_episodes, dtype=torch.float64, device=prior.device) + offset) / num_episodes
+    total = prior.double().cumsum(0)
+    return torch.searchsorted(total / total[-1], levels, right=True).clamp(max=len(prior) - 1)
+
+
 def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Tensor:
     """Shannon entropy of distributions `[…, C]`, `[…]`.
 

@@ -125,6 +125,13 @@ class CPOMDP(PyroModule):
             return torch.full((self.num_contexts,), 1.0 / self.num_contexts, device=self.device)
         return torch.as_tensor(prior, dtype=torch.get_default_dtype(), device=self.device)
 
+    def context_known_return(self) -> Tensor | None:
+        """The best expected return in every context for an agent that is told it, `[C]`, where that is known.
+
+        Models override this to have regret reported.
+        """
+        return None
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, programs may be called one by one, and see learned values as in a call of the whole model.

@@ -1,0 +1,334 @@
+"""C-IDS: learn a policy that earns reward and finds out the context."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number
+from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.policy import Policy
+from solvers.checkpoint import (
+    CheckpointError,
+    as_directory,
+    description,
+    load_json,
+    load_tensors,
+    require_equal,
+    save_tensors,
+)
+from solvers.estimators import ActorCritic, Reinforce
+from solvers.learner import Learner, policy_weights
+from solvers.objectives import Variational, as_objective
+from solvers.policies import LSTMPolicy
+from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
+from solvers.solution import SETTINGS, WEIGHTS, Solution
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.inference.backend import Backend
+    from solvers.callbacks import Callback
+    from solvers.estimators import Estimator
+    from solvers.objectives import Objective
+
+CHECKPOINT = "checkpoint.pt"
+WINDOW = 20  # iterations whose mean decides which policy was the best
+
+
+def fit(
+    model: CPOMDP,
+    *,
+    likelihood: str | Backend = "smc",
+    objective: str | Objective = "information",
+    temperature: float | Schedule | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    policy: nn.Module | None = None,
+    estimator: Estimator | None = None,
+    iterations: int | None = None,
+    batch_size: int = 200,
+    learning_rate: float | Schedule | None = None,
+    seed: int | None = None,
+    progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 25,
+    callbacks: Sequence[Callback] = (),
+) -> Solution:
+    """Learn a policy for a CPOMDP by policy gradient on an information-directed objective.
+
+    Each iteration plays a batch of episodes, computes their likelihood under every context, and improves the
+    policy. Interrupted by Ctrl-C, it returns the best policy so far.
+
+    Args:
+        model: The CPOMDP.
+        likelihood: A backend or its name: `"smc"`, `"ekf"`, `"ukf"`, `"exact"`, `"grid"`.
+        objective: `"information"` (equation 5 of the paper: `E[return] + τ I(C; Y)`), `"variational"` (its
+            Lemma 2 and Algorithm 2), or any `Objective`.
+        temperature: τ, what a nat of information is worth in units of reward: a number, or a function of the
+            progress from 0 to 1. Left out, it falls from 3 to 0.5 for the information objective, and is 0.2,
+            the paper's, for the variational one.
+        prior: Over contexts, `[C]`; the model's if left out.
+        policy: A module that is a `Policy` whose decisions are distributions; its weights are learned in
+            place. Left out, an `LSTMPolicy` with 64 units.
+        estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
+            `Reinforce()`, the paper's, for the variational one.
+        iterations: How many batches to play. Left out, 800 for the information objective and 3,000 for the
+            variational one.
+        batch_size: How many episodes in a batch.
+        learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
+            0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
+        seed: The same seed gives the same policy; left out, fresh entropy is taken.
+        progress: Whether to show a progress bar.
+        checkpoint: A directory. What has been learned is written there as it goes, and a fit that finds its
+            own checkpoint goes on from there, to exactly where it would have got without a break.
+        checkpoint_every: How many iterations apart.
+        callbacks: Called after every iteration with `(iteration, measured, policy)`.
+
+    Returns:
+        The policy that did best over a window of iterations, judged by the objective at the last temperature,
+        with the history of the fit.
+
+    Raises:
+        ValueError: On arguments that make no sense.
+        DivergedError: If a loss or gradient is not finite, saying which and when.
+        CheckpointError: If the checkpoint is of another fit.
+
+    Example:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> from solvers import cids
+        >>> solution = cids.fit(LineGrid(), likelihood="exact", iterations=5, seed=0, progress=False)
+        >>> solution.evaluate(100).returns.num_episodes
+        100
+    """
+    require_model(model)
+    goal = as_objective(objective)
+    backend = as_backend(likelihood)
+    variational = isinstance(goal, Variational)
+    default: Estimator = Reinforce() if variational else ActorCritic()
+    gradient = default if estimator is None else estimator
+    if temperature is None:
+        temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
+    if learning_rate is None:
+        learning_rate = Linear(6e-3, 3e-4) if isinstance(gradient, ActorCritic) else Constant(1e-3)
+    if iterations is None:
+        iterations = 3000 if variational else 800
+    iterations = require_count("iterations", iterations)
+    batch_size = require_count("batch_size", batch_size)
+    checkpoint_every = require_count("checkpoint_every", checkpoint_every)
+    tau = as_schedule("temperature", temperature)
+    rate = as_schedule("learning_rate", learning_rate, positive=True)
+    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
+    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
+    for callback in callbacks:
+        require(callable(callback), "callbacks", callback, "functions of iteration, measurements and policy")
+    directory = None if checkpoint is None else as_directory("checkpoint", checkpoint)
+    saved = None if directory is None else _saved(directory, model)
+
+    if seed is None:
+        seed = secrets.randbits(32) if saved is None else int(saved["seed"])
+    number = whole_number(seed)
+    if number is None or not 0 <= number < 2**32:
+        raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+    net = LSTMPolicy(model, seed=number) if policy is None else _as_module(policy)
+    learner = Learner(
+        model, net, backend, goal, gradient, p.to(model.device), tau, rate, iterations, batch_size, number
+    )
+    settings = {
+        **description(model),
+        "likelihood": repr(backend),
+        "objective": _described(goal),
+        "estimator": _described(gradient),
+        "policy": [[name, list(weight.shape)] for name, weight in net.state_dict().items()],
+        "prior": p.tolist(),
+        "temperature": _values(tau),
+        "learning_rate": _values(rate),
+        "iterations": iterations,
+        "batch_size": batch_size,
+        "seed": number,
+    }
+    fitting = Fitting(learner)
+    if directory is not None and saved is not None:
+        require_equal(directory / CHECKPOINT, saved["settings"], settings)
+        fitting.load_state_dict(saved)
+
+    bar = tqdm(total=iterations, initial=learner.iteration, disable=not progress, desc="C-IDS", leave=True)
+    try:
+        while learner.iteration < iterations:
+            measured = fitting.iterate()
+            for callback in callbacks:
+                callback(learner.iteration, measured, net)
+            _show(bar, measured)
+            due = learner.iteration % checkpoint_every == 0 or learner.iteration == iterations
+            if directory is not None and due:
+                state = {**fitting.state_dict(), "settings": settings, "seed": number}
+                save_tensors(directory / CHECKPOINT, state)
+    except KeyboardInterrupt:
+        bar.write(f"stopped after {learner.iteration} of {iterations} iterations; this is the best so far")
+    finally:
+        bar.close()
+    finished = learner.iteration == iterations
+    return Solution(model, fitting.best_policy(), p.to(model.device), fitting.history(), settings, finished)
+
+
+class Fitting:
+    """A learner, what it has measured, and the best policy it has had.
+
+    Args:
+        learner: At its start.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.measured: list[dict[str, float]] = []
+        self.best = -math.inf
+        self.best_weights: dict[str, Tensor] | None = None
+
+    def iterate(self) -> dict[str, float]:
+        """One iteration, and at the end of every window a look at whether the policy is the best so far."""
+        measured = self.learner.iterate()
+        self.measured.append(measured)
+        if len(self.measured) % WINDOW == 0 or self.learner.iteration == self.learner.iterations:
+            self._compare()
+        return measured
+
+    def _compare(self) -> None:
+        """Keep the policy unless an earlier one was better beyond doubt: steps get smaller.
+
+        The measure is the objective at the last temperature, which stays while the temperature falls.
+        """
+        tau = self.learner.temperature(1.0)
+        window = [each for each in self.measured[-WINDOW:] if "entropy" in each]
+        worth = np.array([each["return"] + tau * each["information_lower"] for each in window])
+        if not len(worth):
+            return
+        error = worth.std() / len(worth) ** 0.5
+        if self.best_weights is None or worth.mean() >= self.best - error:
+            self.best_weights = policy_weights(self.learner.policy)
+        self.best = max(self.best, float(worth.mean()))
+
+    def best_policy(self) -> Any:
+        """The policy with its best weights."""
+        if self.best_weights is not None:
+            self.learner.policy.load_state_dict(self.best_weights)
+        return self.learner.policy
+
+    def history(self) -> xr.Dataset:
+        """What was measured, by iteration."""
+        return as_history(self._columns())
+
+    def _columns(self) -> dict[str, list[float]]:
+        names = sorted({name for measured in self.measured for name in measured})
+        return {name: [measured.get(name, math.nan) for measured in self.measured] for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, as tensors and plain numbers."""
+        columns = {name: torch.tensor(c, dtype=torch.float64) for name, c in self._columns().items()}
+        return {
+            "learner": self.learner.state_dict(),
+            "measured": columns,
+            "best": self.best,
+            "best_weights": self.best_weights,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.learner.load_state_dict(state["learner"])
+        columns = {name: column.tolist() for name, column in state["measured"].items()}
+        self.measured = [
+            {name: column[k] for name, column in columns.items() if not math.isnan(column[k])}
+            for k in range(self.learner.iteration)
+        ]
+        self.best, self.best_weights = state["best"], state["best_weights"]
+
+
+def as_history(columns: Mapping[str, Sequence[float]]) -> xr.Dataset:
+    """Measurements as a dataset, by iteration from 1."""
+    length = len(next(iter(columns.values()))) if columns else 0
+    variables = {name: ("iteration", np.asarray(column)) for name, column in columns.items()}
+    return xr.Dataset(variables, {"iteration": np.arange(1, length + 1)})
+
+
+def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module | None = None) -> Solution:
+    """Read a solution that `Solution.save` wrote.
+
+    Files hold weights and numbers, never code: the model, and a policy of your own, are yours to give.
+
+    Args:
+        directory: Where it was saved.
+        model: The CPOMDP it was learned for; one with other constants is refused.
+        policy: A module like the one that was learned, whose weights are overwritten; left out, an
+            `LSTMPolicy`.
+
+    Raises:
+        CheckpointError: If the files are not of a solution of this model.
+    """
+    require_model(model)
+    path = as_directory("directory", directory)
+    require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
+    content = load_json(path / SETTINGS)
+    try:
+        settings, p, columns = content["settings"], content["prior"], content["history"]
+        hidden, finished = content["hidden"], bool(content["finished"])
+    except KeyError as error:
+        raise CheckpointError(f"{path / SETTINGS} has no {error}") from error
+    expected = description(model)
+    require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
+    if policy is None and hidden is None:
+        raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
+    net = LSTMPolicy(model, hidden) if policy is None else _as_module(policy)
+    weights = load_tensors(path / WEIGHTS, model.device)
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path / WEIGHTS} does not fit the policy: {error}") from error
+    prior = as_prior(p, model.num_contexts, 1).to(model.device)
+    return Solution(model, net, prior, as_history(columns), settings, finished)
+
+
+def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:
+    path = directory / CHECKPOINT
+    if not path.exists():
+        return None
+    state = load_tensors(path, model.device)
+    missing = {"learner", "measured", "best", "best_weights", "settings", "seed"} - set(state)
+    if missing:
+        raise CheckpointError(f"{path} is no checkpoint of a fit: it has no {', '.join(sorted(missing))}")
+    return state
+
+
+def _as_module(policy: Any) -> Any:
+    proper = isinstance(policy, nn.Module) and isinstance(policy, Policy)
+    require(proper, "policy", policy, "a torch module with `start` and `act`")
+    require(
+        any(w.requires_grad for w in policy.parameters()), "policy", policy, "something with weights to learn"
+    )
+    return policy
+
+
+def _described(part: Any) -> str:
+    """An objective or estimator in words that tell it from others with other settings."""
+    return repr(part) if is_dataclass(part) else type(part).__qualname__
+
+
+def _values(schedule: Schedule) -> list[float]:
+    """A schedule as a few of its values, to tell it from others; a function cannot be written down."""
+    return [float(schedule(progress)) for progress in (0.0, 0.25, 0.5, 0.75, 1.0)]
+
+
+def _show(bar: Any, measured: dict[str, float]) -> None:
+    shown = {"return": "return", "entropy": "H bits", "temperature": "τ"}
+    words = [f"{label} {measured[name]:.2f}" for name, label in shown.items() if name in measured]
+    bar.set_postfix_str(", ".join(words), refresh=False)
+    bar.update()

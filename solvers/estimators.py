@@ -1,0 +1,224 @@
+"""How payoffs become a gradient of the policy: as the paper prints it, or with much less variance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cpomdp_ppl.errors import require, require_count
+from solvers.schedules import Linear, Schedule, as_schedule
+
+if TYPE_CHECKING:
+    from solvers.objectives import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """A policy along a batch of episodes, and the critic beside it.
+
+    Attributes:
+        log_policy: `log π(· | h_t)`, `[B, T, A]`.
+        log_probs: Of the actions taken, `[B, T]`.
+        values: The critic's guess of the payoffs to come, `[B, T]`.
+        log_contexts: The critic's guess of `log P(c | h_t)`, `[B, T, C]`.
+    """
+
+    log_policy: Tensor
+    log_probs: Tensor
+    values: Tensor
+    log_contexts: Tensor
+
+    def detached(self) -> Decisions:
+        """The same without gradients."""
+        return Decisions(*(getattr(self, field.name).detach() for field in fields(self)))
+
+
+class Critic(nn.Module):
+    """Reads features of the history, and says what is to come and which context it is.
+
+    Values are kept in units of their own spread, which is followed as it changes; what the critic says does
+    not change when the units do.
+
+    Args:
+        size: How many features H there are.
+        num_contexts: How many contexts C.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, size: int, num_contexts: int) -> None:
+        super().__init__()
+        self.value = nn.Linear(size, 1)
+        self.context = nn.Linear(size, num_contexts)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Values `[B, T]` and `log P(c|h_t)` `[B, T, C]` from features `[B, T, H]`."""
+        value = self.mean + self.scale * self.value(features).squeeze(-1)
+        return value, self.context(features).log_softmax(-1)
+
+    @torch.no_grad()
+    def rescale(self, targets: Tensor, weight: float) -> None:
+        """Move the units towards mean and spread of new targets, and keep all values as they are."""
+        mean, scale = self.mean.clone(), self.scale.clone()
+        self.mean.lerp_(targets.mean().to(mean), weight)
+        self.scale.lerp_(targets.std().clamp(min=1e-6).to(scale), weight)
+        self.value.weight.mul_(scale / self.scale)
+        self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
+
+
+class Estimator(Protocol):
+    """A loss whose gradient descends against the objective's."""
+
+    @property
+    def epochs(self) -> int:
+        """How many gradient steps are taken on a batch."""
+        ...
+
+    @property
+    def max_gradient_norm(self) -> float | None:
+        """Longer gradients are shortened to this; None leaves them."""
+        ...
+
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+        """How much better each action did than expected, `[B, T]`.
+
+        Args:
+            payoffs: `[B, T]`, float64.
+            before: Decisions of the policy that played, without gradient.
+        """
+        ...
+
+    def terms(
+        self,
+        batch: Batch,
+        advantages: Tensor,
+        before: Decisions,
+        now: Decisions,
+        critic: Critic,
+        progress: float,
+    ) -> dict[str, Tensor]:
+        """The loss, term by term.
+
+        Args:
+            batch: The episodes.
+            advantages: `[B, T]`.
+            before: Decisions of the policy that played, without gradient.
+            now: Decisions of the policy as it is now.
+            critic: Whose units values are in.
+            progress: How far the fit is, from 0 to 1.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """Algorithm 2 as printed (but downhill): the whole payoff of an episode times its whole score.
+
+    Args:
+        baseline: Whether to subtract the batch's mean payoff, which leaves the gradient's mean as it is, up
+            to a factor 1 − 1/B.
+        max_gradient_norm: Longer gradients are shortened to this; None leaves them.
+    """
+
+    baseline: bool = True
+    max_gradient_norm: float | None = None
+    epochs: int = field(default=1, init=False)
+
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+        """The same for every step: the episode's payoff, or what it has above the mean."""
+        total = payoffs.sum(1)
+        return (total - total.mean() if self.baseline else total)[:, None].expand_as(payoffs)
+
+    def terms(
+        self,
+        batch: Batch,
+        advantages: Tensor,
+        before: Decisions,
+        now: Decisions,
+        critic: Critic,
+        progress: float,
+    ) -> dict[str, Tensor]:
+        """`−E[A Σ_t log π(a_t|h_t)]`."""
+        return {"policy": -(advantages.to(now.log_probs) * now.log_probs).sum(1).mean()}
+
+
+FADING = Linear(0.1, 0.0)
+
+
+@dataclass(frozen=True)
+class ActorCritic:
+    """Payoffs to come, a critic, several small steps on each batch.
+
+    Advantages are generalised ones (GAE), in units of their own spread. Steps after the first on the same
+    batch are kept close to the policy that played it by clipping (PPO). The critic reads what the policy's
+    own network makes of the history, if it can be had, and teaches that network two things on the way:
+    how much is still to come, and which context it is, for which the filter's posterior is the answer.
+
+    Args:
+        epochs: How many gradient steps are taken on a batch.
+        trace: λ of the generalised advantages: 1 trusts payoffs alone, 0 the critic.
+        clip: By how much the probability of an action may change on a batch, as a ratio.
+        exploration: What a nat of entropy of the actions is worth, in units of the advantages' spread: a
+            number or a schedule.
+        value_weight: Of the critic's squared error, in units of the values' spread.
+        context_weight: Of the critic's cross-entropy on contexts.
+        max_gradient_norm: Longer gradients are shortened to this; None leaves them.
+    """
+
+    epochs: int = 3
+    trace: float = 0.95
+    clip: float = 0.2
+    exploration: float | Schedule = FADING
+    value_weight: float = 0.5
+    context_weight: float = 1.0
+    max_gradient_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        require_count("epochs", self.epochs)
+        require(0 <= self.trace <= 1, "trace", self.trace, "between 0 and 1")
+        require(self.clip > 0, "clip", self.clip, "a positive number")
+        as_schedule("exploration", self.exploration)
+        for name in ("value_weight", "context_weight"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
+
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+        """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
+        values = before.values.double()  # [B, T]
+        after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+        delta = payoffs + after - values
+        T = payoffs.shape[1]
+        steps = torch.arange(T, device=payoffs.device)
+        ahead = (steps[:, None] - steps).double()  # [T, T]: how far a later step (row) is from t (column)
+        discount = torch.where(ahead >= 0, self.trace ** ahead.clamp(min=0), 0.0)
+        return delta @ discount
+
+    def terms(
+        self,
+        batch: Batch,
+        advantages: Tensor,
+        before: Decisions,
+        now: Decisions,
+        critic: Critic,
+        progress: float,
+    ) -> dict[str, Tensor]:
+        """Clipped policy gradient, the critic's two errors, and the entropy of the actions."""
+        dtype = now.log_probs.dtype
+        A = (advantages / advantages.std().clamp(min=1e-8)).to(dtype)
+        ratio = (now.log_probs - before.log_probs).exp()
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        targets = (advantages + before.values).to(dtype)
+        posterior = batch.log_posterior[:, :-1].exp().to(dtype)
+        entropy = -(now.log_policy.exp() * now.log_policy).sum(-1)
+        exploration = as_schedule("exploration", self.exploration)(progress)
+        return {
+            "policy": -torch.minimum(ratio * A, clipped * A).mean(),
+            "value": self.value_weight * ((now.values - targets) / critic.scale).square().mean(),
+            "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
+            "exploration": -exploration * entropy.mean(),
+        }

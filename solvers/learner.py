@@ -1,0 +1,277 @@
+"""One fit at work: its state between two iterations, and the step from one to the next."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cpomdp_ppl import simulate
+from cpomdp_ppl.context import entropy, stratified
+from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.isolation import isolated
+from solvers.estimators import Critic, Decisions
+from solvers.objectives import Batch
+from solvers.policies import Encoding, SequencePolicy, unroll
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.policy import Policy
+    from solvers.estimators import Estimator
+    from solvers.objectives import Objective
+    from solvers.schedules import Schedule
+
+WIDE = 0.1  # nats between the two estimates of the information at which likelihoods are too poor
+PATIENCE = (
+    20  # batches in a row that may be lost to dead particles; also those that are averaged for a warning
+)
+
+
+DRIFT = 0.02  # how far the critic's units follow those of a batch
+
+
+class DivergedError(RuntimeError):
+    """A loss or a gradient is not finite. The last checkpoint is from before."""
+
+
+class Trunk(nn.Module):
+    """A network of the critic's own, for policies that do not let it read theirs.
+
+    Args:
+        model: Whose percepts.
+        hidden: How many features H.
+    """
+
+    def __init__(self, model: CPOMDP, hidden: int) -> None:
+        super().__init__()
+        self.encoding = Encoding(model)
+        self.lstm = nn.LSTM(self.encoding.size, hidden, batch_first=True)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Features `[B, T, H]` of the history at times 0 … T - 1."""
+        features: Tensor = self.lstm(self.encoding.sequence(batch.episodes))[0]
+        return features
+
+
+@dataclass
+class Learner:
+    """Everything that a fit changes as it goes, and everything that it needs for it.
+
+    Random numbers of iteration k come from the seed and k alone, so that a fit that is taken up again at k
+    goes on as if it had not stopped.
+
+    Args:
+        model: The CPOMDP.
+        policy: What is learned; a module.
+        backend: Of the likelihoods.
+        objective: What is maximised.
+        estimator: How its gradient is estimated.
+        prior: Over contexts, `[C]`.
+        temperature: τ.
+        learning_rate: Of Adam.
+        iterations: How many there will be.
+        batch_size: How many episodes an iteration plays.
+        seed: Of everything random.
+    """
+
+    model: CPOMDP
+    policy: Any  # a Policy that is an nn.Module
+    backend: Backend
+    objective: Objective
+    estimator: Estimator
+    prior: Tensor
+    temperature: Schedule
+    learning_rate: Schedule
+    iterations: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.iteration = 0
+        self.lost = 0  # batches in a row whose particles died
+        self.gaps: list[float] = []
+        self.warned: set[str] = set()
+        with isolated(self._seeds(2**31)[0]):
+            hidden = self._num_features() or 64
+            self.trunk = None if self._num_features() else Trunk(self.model, hidden)
+            self.critic = Critic(hidden, self.model.num_contexts)
+        self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
+        self.networks.to(self.model.device)
+        self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0))
+
+    def _num_features(self) -> int:
+        """How many numbers the policy's own network lets a critic read; 0 for none."""
+        if not isinstance(self.policy, SequencePolicy):
+            return 0
+        episodes = simulate(self.model, self.policy, 1, prior=self.prior, seed=0)
+        return int(self.policy.unroll(episodes)[1].shape[-1])
+
+    def _seeds(self, iteration: int) -> list[int]:
+        return [int(word) for word in np.random.SeedSequence([self.seed, iteration]).generate_state(3)]
+
+    @property
+    def progress(self) -> float:
+        """How far the fit is, from 0 at the first iteration to 1 at the last."""
+        return self.iteration / max(self.iterations - 1, 1)
+
+    def iterate(self) -> dict[str, float]:
+        """Play a batch, filter it, and improve the policy on it.
+
+        Returns:
+            What was measured on the batch.
+
+        Raises:
+            DivergedError: If a loss or a gradient is not finite.
+            DegenerateWeightsError: If particles died in too many batches in a row.
+        """
+        temperature, rate = self.temperature(self.progress), self.learning_rate(self.progress)
+        seeds = self._seeds(self.iteration)
+        started = time.perf_counter()
+        contexts = stratified(self.prior, self.batch_size, offset=seeds[2] / 2**32)
+        episodes = simulate(
+            self.model, self.policy, self.batch_size, contexts=contexts, prior=self.prior, seed=seeds[0]
+        )
+        played = time.perf_counter()
+        measured = {"temperature": temperature, "learning_rate": rate}
+        assert episodes.returns is not None
+        measured["return"] = float(episodes.returns.mean())
+        try:
+            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
+        except DegenerateWeightsError as error:
+            self._lose_batch(error)
+            self.iteration += 1
+            return measured
+        self.lost = 0
+        batch = Batch.of(episodes, filtering, self.prior)
+        measured |= self._information(batch)
+        filtered = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        measured |= self._improve(batch, temperature)
+        measured["seconds_rollout"] = played - started
+        measured["seconds_likelihood"] = filtered - played
+        measured["seconds_gradient"] = time.perf_counter() - filtered
+        self.iteration += 1
+        return measured
+
+    def decide(self, batch: Batch) -> Decisions:
+        """Policy and critic along a batch."""
+        prior = self.prior.to(torch.get_default_dtype()).expand(len(batch.episodes), -1)
+        logits, features = unroll(self.policy, batch.episodes, prior)
+        if self.trunk is not None:
+            features = self.trunk(batch)
+        values, log_contexts = self.critic(features)
+        log_policy = logits.log_softmax(-1)
+        log_probs = log_policy.gather(2, batch.episodes.actions[..., None]).squeeze(2)
+        return Decisions(log_policy, log_probs, values, log_contexts)
+
+    def _improve(self, batch: Batch, temperature: float) -> dict[str, float]:
+        now = self.decide(batch)
+        payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)
+        to_come = payoffs.flip(1).cumsum(1)
+        if self.iteration == 0:  # the critic learns its units first
+            self.critic.rescale(to_come, 1.0)
+            now = self.decide(batch)
+        before = now.detached()
+        advantages = self.estimator.advantages(payoffs, before)
+        norms = []
+        for epoch in range(self.estimator.epochs):
+            now = now if epoch == 0 else self.decide(batch)
+            terms = self.estimator.terms(batch, advantages, before, now, self.critic, self.progress)
+            norms.append(self._descend(terms))
+        self.critic.rescale(to_come, DRIFT)
+        return {"objective": float(payoffs.sum(1).mean()), "gradient_norm": sum(norms) / len(norms)}
+
+    def _descend(self, terms: dict[str, Tensor]) -> float:
+        for name, term in terms.items():
+            if not math.isfinite(term.item()):
+                raise DivergedError(f"iteration {self.iteration}: the {name} loss is {term.item()}")
+        self.optimizer.zero_grad()
+        torch.stack(list(terms.values())).sum().backward()
+        longest = self.estimator.max_gradient_norm
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, math.inf if longest is None else longest))
+        if not math.isfinite(norm):
+            named = self.networks.named_parameters()
+            where = [name for name, w in named if w.grad is not None and not bool(w.grad.isfinite().all())]
+            raise DivergedError(
+                f"iteration {self.iteration}: the gradient of {', '.join(where)} is not finite"
+            )
+        self.optimizer.step()
+        return norm
+
+    def _information(self, batch: Batch) -> dict[str, float]:
+        """Estimates of `I(C; Y)` from both sides, and what they say about the likelihoods."""
+        last = batch.log_posterior[:, -1]  # [B, C]
+        before = batch.prior.log()[batch.contexts]
+        left = entropy(last.exp())  # [B]
+        upper = float((entropy(batch.prior) - left).mean())
+        lower = float((last.gather(1, batch.contexts[:, None]).squeeze(1) - before).mean())
+        measured = {
+            "entropy": float(left.mean()) / math.log(2),
+            "information_upper": upper,
+            "information_lower": lower,
+        }
+        ess = batch.filtering.ess
+        if ess is not None:
+            measured["ess"] = float(ess.mean())
+        self.gaps = [*self.gaps[1 - PATIENCE :], upper - lower]
+        gap = sum(self.gaps) / len(self.gaps)
+        if len(self.gaps) == PATIENCE and gap > WIDE:
+            particles = "" if ess is None else f" (mean effective sample size {float(ess.mean()):.1f})"
+            self._warn(
+                "gap",
+                f"iteration {self.iteration}: the information about the context is only known within "
+                f"{gap:.2f} nats{particles}: likelihoods are noisy or biased. Use more particles, "
+                'ParticleFilter(guide="ekf"), or another backend',
+            )
+        return measured
+
+    def _lose_batch(self, error: DegenerateWeightsError) -> None:
+        self.lost += 1
+        if self.lost >= PATIENCE:
+            raise DegenerateWeightsError(f"iteration {self.iteration}, {self.lost} batches in a row: {error}")
+        self._warn(
+            "lost",
+            f"iteration {self.iteration}: a batch is left out, because all particles died ({error}). Use "
+            'more particles, ParticleFilter(guide="ekf"), or another backend',
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once in a fit."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(message, stacklevel=5)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, as tensors and plain numbers."""
+        return {
+            "iteration": self.iteration,
+            "lost": self.lost,
+            "gaps": self.gaps,
+            "warned": sorted(self.warned),
+            "networks": self.networks.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.iteration = state["iteration"]
+        self.lost = state["lost"]
+        self.gaps = list(state["gaps"])
+        self.warned = set(state["warned"])
+        self.networks.load_state_dict(state["networks"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def policy_weights(policy: Policy) -> dict[str, Tensor]:
+    """A copy of a policy's weights."""
+    assert isinstance(policy, nn.Module)
+    return {name: weight.detach().clone() for name, weight in policy.state_dict().items()}

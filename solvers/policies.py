@@ -1,0 +1,259 @@
+"""Recurrent policies: a network that reads the history as it comes, or whole episodes at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.distributions.constraints import independent, integer_interval
+from torch.nn.functional import one_hot
+
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.errors import rejected, require_count, require_model
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.policy import History, Percept, Policy
+from cpomdp_ppl.signature import ObservationSite, signature
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.policy import Decision
+
+CALIBRATION = 256  # episodes of random actions whose observations set the scale of a network's inputs
+
+
+@runtime_checkable
+class SequencePolicy(Policy, Protocol):
+    """A policy that can also read whole episodes at once, which is much faster than step by step."""
+
+    def unroll(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """What it would decide along episodes.
+
+        Returns:
+            Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
+            `[B, T, H]`, for a critic to read.
+        """
+        ...
+
+
+class Encoding(nn.Module):
+    """What an agent learns in a step, as numbers for a network.
+
+    The previous action (one-hot, with a class of its own before the first), the time, and for every
+    observation site whether it was seen and its value: one-hot where the model's program says that it is
+    one of a few integers, and standardised otherwise, by what random actions get to see.
+
+    Args:
+        model: Whose percepts.
+        seed: Of the episodes that set the scale.
+
+    Attributes:
+        size: How many numbers F there are.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, model: CPOMDP, seed: int = 0) -> None:
+        super().__init__()
+        require_model(model)
+        self.num_actions = model.num_actions
+        self.horizon = model.horizon
+        self.sites = dict(signature(model).observations)
+        episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION, seed=seed)
+        raw = self._raw(*self._sequence(episodes))
+        self.size = raw.shape[-1]
+        shift, scale = torch.zeros(self.size), torch.ones(self.size)
+        start = 2 + self.num_actions
+        for name, site in self.sites.items():
+            start += site.plates.numel()
+            stop = start + _width(site)
+            seen = raw[..., start:stop][episodes_seen(episodes, name)]  # [n, width]
+            if not _is_index(site) and len(seen) > 1:
+                sd = seen.std(0)
+                shift[start:stop] = seen.mean(0)
+                scale[start:stop] = torch.where(sd > 0, sd, 1.0)
+            start = stop
+        self.register_buffer("shift", shift.to(model.device))
+        self.register_buffer("scale", scale.to(model.device))
+
+    def step(self, percept: Percept, time: int) -> Tensor:
+        """Of one percept, `[B, F]`."""
+        flags = next(iter(percept.observed.values()))
+        B = flags.shape[0]
+        action = percept.action if percept.action is not None else flags.new_full((B,), -1, dtype=torch.long)
+        at = torch.full((B,), time / self.horizon, device=flags.device)
+        return self._standardised(self._raw(action, at, percept.observations, percept.observed))
+
+    def sequence(self, episodes: Episodes) -> Tensor:
+        """Of everything that is known at times 0 … T - 1, `[B, T, F]`."""
+        return self._standardised(self._raw(*self._sequence(episodes)))
+
+    def _standardised(self, raw: Tensor) -> Tensor:
+        return (raw - self.shift) / self.scale
+
+    def _sequence(self, episodes: Episodes) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Previous actions, times, observations and flags, one step later than episodes have them."""
+        B, T = episodes.actions.shape
+        before = episodes.actions.new_full((B, 1), -1)
+        actions = torch.cat([before, episodes.actions[:, :-1]], 1)
+        time = (torch.arange(T, device=actions.device) / self.horizon).expand(B, T)
+
+        def later(values: Mapping[str, Tensor], first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+            return {
+                name: torch.cat(
+                    [
+                        torch.zeros_like(value[:, :1]) if first is None else first[name][:, None],
+                        value[:, :-1],
+                    ],
+                    1,
+                )
+                for name, value in values.items()
+            }
+
+        observations = later(episodes.observations, episodes.initial_observations)
+        return actions, time, observations, later(episodes.observed, episodes.initially_observed)
+
+    def _raw(
+        self, action: Tensor, time: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
+    ) -> Tensor:
+        axes = action.dim()
+        parts = [one_hot(action + 1, self.num_actions + 1), time[..., None]]
+        for name, site in self.sites.items():
+            flags, values = observed[name], observations[name]
+            parts.append(_flat(flags, axes))
+            if _is_index(site):
+                base = _base(site.support)
+                inside = values.long() - base.lower_bound
+                classes = one_hot(inside.clamp(min=0), base.upper_bound - base.lower_bound + 1)
+                seen = flags.reshape(flags.shape + (1,) * (classes.dim() - flags.dim()))
+                values = classes * seen
+            parts.append(_flat(values, axes))
+        return torch.cat([part.to(torch.get_default_dtype()) for part in parts], -1)
+
+
+def episodes_seen(episodes: Episodes, site: str) -> Tensor:
+    """Where a site was seen at all, in an encoded sequence, bool `[B, T]`."""
+    flags = episodes.observed[site]
+    seen = flags.flatten(2).any(2) if flags.dim() > 2 else flags
+    first = torch.zeros_like(seen[:, :1])
+    return torch.cat([first, seen[:, :-1]], 1)
+
+
+def _flat(values: Tensor, axes: int) -> Tensor:
+    return values.flatten(axes) if values.dim() > axes else values[..., None]
+
+
+def _base(support: Any) -> Any:
+    while isinstance(support, independent):
+        support = support.base_constraint
+    return support
+
+
+def _is_index(site: ObservationSite) -> bool:
+    """Whether values are one of a few integers, of more than two: bits are numbers already."""
+    base = _base(site.support)
+    return isinstance(base, integer_interval) and 2 <= base.upper_bound - base.lower_bound < 64
+
+
+def _width(site: ObservationSite) -> int:
+    base = _base(site.support)
+    return site.shape.numel() * (base.upper_bound - base.lower_bound + 1 if _is_index(site) else 1)
+
+
+class LSTMPolicy(nn.Module):
+    """An LSTM over what the agent has done and seen, with a linear layer for the actions' logits.
+
+    Args:
+        model: Whose actions and observations.
+        hidden: How many hidden units H.
+        seed: Of the first weights.
+
+    Example:
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> policy = LSTMPolicy(model, hidden=32, seed=0)
+        >>> simulate(model, policy, 10, seed=0).actions.shape
+        torch.Size([10, 20])
+    """
+
+    def __init__(self, model: CPOMDP, hidden: int = 64, *, seed: int = 0) -> None:
+        super().__init__()
+        self.hidden = require_count("hidden", hidden)
+        self.encoding = Encoding(model)
+        with isolated(seed):
+            self.lstm = nn.LSTM(self.encoding.size, hidden, batch_first=True)
+            self.logits = nn.Linear(hidden, model.num_actions)
+            nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
+            nn.init.zeros_(self.logits.bias)
+        self.to(model.device)
+        self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
+
+    def start(self, prior: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing remembered: `h_0 = c_0 = 0`."""
+        zeros = self.logits.weight.new_zeros(prior.shape[0], self.hidden)
+        return zeros, zeros
+
+    def act(self, history: History, memory: tuple[Tensor, Tensor]) -> tuple[Decision, tuple[Tensor, Tensor]]:
+        """Read the latest percept, and choose."""
+        percept = self.encoding.step(history.latest, history.time)
+        memory = torch.lstm_cell(percept, memory, *self.lstm.all_weights[0])
+        return dist.Categorical(logits=self.logits(memory[0])), memory
+
+    def unroll(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
+        hidden, _ = self.lstm(self.encoding.sequence(episodes))
+        return self.logits(hidden), hidden
+
+    def agent(self, **settings: Any) -> Agent:
+        """This policy at work, one episode at a time; see `Agent` for the settings."""
+        return Agent(self._model[0], self, **settings)
+
+
+def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a policy would decide along episodes, with gradients.
+
+    Args:
+        policy: Any policy whose decisions are distributions.
+        episodes: What was done and seen.
+        prior: What it believed beforehand, `[B, C]`.
+
+    Returns:
+        Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
+
+    Raises:
+        ValueError: If the policy returns actions and not their probabilities.
+    """
+    if isinstance(policy, SequencePolicy):
+        return policy.unroll(episodes)
+    T = episodes.horizon
+    history = History((_initial_percept(episodes),))
+    memory = policy.start(prior)
+    logits = []
+    for t in range(T):
+        decision, memory = policy.act(history, memory)
+        if not isinstance(decision, Categorical):
+            raise rejected("policy", type(decision).__name__, "a Categorical over actions, to learn from")
+        logits.append(decision.logits)
+        history = history.extended(
+            Percept(
+                episodes.actions[:, t],
+                {site: value[:, t] for site, value in episodes.observations.items()},
+                {site: flags[:, t] for site, flags in episodes.observed.items()},
+            )
+        )
+    return torch.stack(logits, 1), None
+
+
+def _initial_percept(episodes: Episodes) -> Percept:
+    values, flags = episodes.initial_observations, episodes.initially_observed
+    if values is None or flags is None:
+        values = {site: torch.zeros_like(value[:, 0]) for site, value in episodes.observations.items()}
+        flags = {site: torch.zeros_like(seen[:, 0]) for site, seen in episodes.observed.items()}
+    return Percept(None, values, flags)

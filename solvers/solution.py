@@ -1,0 +1,115 @@
+"""What a fit comes to: a policy, how it got there, and what it is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.evaluation import Evaluation, evaluate
+from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.simulate import simulate
+from solvers.checkpoint import as_directory, save_json, save_tensors
+from solvers.policies import LSTMPolicy
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import xarray as xr
+    from matplotlib.figure import Figure
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.inference.backend import Backend
+
+WEIGHTS, SETTINGS = "policy.pt", "solution.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A learned policy and how it was learned.
+
+    Attributes:
+        model: The CPOMDP.
+        policy: The best policy found, a module that is also a `Policy`.
+        prior: Over contexts, float64 `[C]`: what it was learned for.
+        history: What was measured, by `iteration`: `return`, `entropy` (bits), `information_lower` and
+            `information_upper` (nats), `objective`, `gradient_norm`, `temperature`, `learning_rate`, `ess`,
+            and the seconds that rollout, likelihood and gradient took.
+        settings: What the fit was asked for.
+        finished: Whether the fit ran to its end.
+    """
+
+    model: CPOMDP
+    policy: Any
+    prior: Tensor
+    history: xr.Dataset
+    settings: dict[str, Any]
+    finished: bool
+
+    def evaluate(
+        self,
+        num_episodes: int = 4000,
+        *,
+        likelihood: str | Backend | None = None,
+        prior: Sequence[float] | Tensor | None = None,
+        seed: int | None = 0,
+    ) -> Evaluation:
+        """What the policy earns and finds out; see `cpomdp_ppl.evaluation.evaluate`.
+
+        Args:
+            num_episodes: How many episodes to play.
+            likelihood: How to compute context posteriors; left out, the most exact way that serves the model.
+            prior: Over contexts; that of the fit if left out.
+            seed: Of everything random.
+        """
+        prior = self.prior if prior is None else prior
+        return evaluate(self.model, self.policy, num_episodes, likelihood=likelihood, prior=prior, seed=seed)
+
+    def agent(self, **settings: Any) -> Agent:
+        """The policy at work, one episode at a time; see `Agent` for the settings."""
+        return Agent(self.model, self.policy, **{"prior": self.prior, **settings})
+
+    def plot(
+        self, num_episodes: int = 12, *, likelihood: str | Backend = "smc", seed: int | None = 0
+    ) -> Figure:
+        """How it was learned, and what it does: a matplotlib figure.
+
+        Args:
+            num_episodes: How many trajectories to show for each context.
+            likelihood: How to compute the context posteriors along them.
+            seed: Of the trajectories.
+        """
+        from solvers.plots import plot
+
+        C = self.model.num_contexts
+        contexts = [c for c in range(C) for _ in range(num_episodes)]
+        episodes = simulate(
+            self.model, self.policy, len(contexts), contexts=contexts, prior=self.prior, seed=seed
+        )
+        filtering = as_backend(likelihood).run(self.model, episodes, seed=seed, moments=False)
+        return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write weights and settings to a directory, for `cids.load`.
+
+        Args:
+            directory: Made if it is not there; files of an earlier solution in it are replaced.
+        """
+        path = as_directory("directory", directory)
+        assert isinstance(self.policy, nn.Module)
+        save_tensors(path / WEIGHTS, self.policy.state_dict())
+        history = {str(name): self.history[name].values.tolist() for name in self.history.data_vars}
+        hidden = self.policy.hidden if isinstance(self.policy, LSTMPolicy) else None
+        save_json(
+            path / SETTINGS,
+            {
+                "settings": self.settings,
+                "prior": self.prior.tolist(),
+                "hidden": hidden,
+                "finished": self.finished,
+                "history": history,
+            },
+        )
