@@ -149,6 +149,8 @@ class Backend(ABC):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
             size = self.episodes_at_once(model, recursion)
+            if size >= len(episodes):  # to slice them would be to check them again
+                return fold(recursion, episodes, moments, offset=0)
             return Filtering.concatenate(
                 [
                     fold(recursion, episodes[i : i + size], moments, offset=i)
@@ -176,7 +178,7 @@ def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
     observations = {site: value.movedim(1, 0) for site, value in episodes.observations.items()}
     observed = {site: flags.movedim(1, 0) for site, flags in episodes.observed.items()}
     shortest = int(episodes.lengths.min())
-    rows = rows_observed(observed)
+    rows, complete = rows_observed(observed)
     for t in range(episodes.horizon):
         yield Seen(
             t + 1,
@@ -186,18 +188,25 @@ def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
             rows[t],
             None if t < shortest else t < episodes.lengths,
             offset,
+            complete=complete[t],
         )
 
 
-def rows_observed(observed: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """For every time, the episodes in which anything was observed (flags `[T, B, …]`); None for all."""
-    anything = torch.stack(
-        [flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in observed.values()]
+def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], list[bool]]:
+    """What is to be known of the flags `[T, B, …]` of every time, read all at once.
+
+    Returns:
+        The episodes in which anything was observed, None for all; and whether everything was in all of those.
+    """
+    flags = torch.cat(
+        [each.flatten(2) if each.dim() > 2 else each[..., None] for each in observed.values()], -1
     )
-    anything = anything.any(0)  # [T, B]
+    anything = flags.any(-1)  # [T, B]
     counts = anything.sum(1).tolist()
+    complete = (flags.all(-1) == anything).all(1).tolist()
     episode = anything.nonzero()[:, 1].split(counts)
-    return [None if count == anything.shape[1] else rows for count, rows in zip(counts, episode, strict=True)]
+    B = anything.shape[1]
+    return [None if count == B else rows for count, rows in zip(counts, episode, strict=True)], complete
 
 
 def initial_step(episodes: Episodes, offset: int) -> Seen:
@@ -205,8 +214,8 @@ def initial_step(episodes: Episodes, offset: int) -> Seen:
     assert episodes.initial_observations is not None
     assert episodes.initially_observed is not None
     flags = episodes.initially_observed
-    (rows,) = rows_observed({site: seen[None] for site, seen in flags.items()})
-    return Seen(0, None, episodes.initial_observations, flags, rows, None, offset)
+    (rows,), (complete,) = rows_observed({site: seen[None] for site, seen in flags.items()})
+    return Seen(0, None, episodes.initial_observations, flags, rows, None, offset, complete=complete)
 
 
 def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:

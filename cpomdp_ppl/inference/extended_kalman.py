@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require_count
-from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion, Transformed
+from cpomdp_ppl.inference.kalman import (
+    Function,
+    GaussianBelief,
+    KalmanFilter,
+    KalmanRecursion,
+    Transformed,
+    product,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,24 +47,40 @@ class ExtendedKalmanFilter(KalmanFilter):
 class ExtendedRecursion(KalmanRecursion):
     """Gaussians through the tangents of functions."""
 
-    def transform(self, function: Function, size: int, mean: Tensor, root: Tensor) -> Transformed:
+    def transform(
+        self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
+    ) -> Transformed:
         """Differentiate the function at the mean: one backward pass, with its values on the particle axis.
 
-        Particle k is there for the k-th value's sake, so the gradient of the sum of value k at particle k
-        is the whole Jacobian. Forward mode would do with the directions there instead, but as of torch 2.13
-        an operation takes 0.2 ms and more wherever a dual number meets a plain one (zero tangents go through
-        Python), which made the whole filter take 2.5 times as long.
+        Particle k is there for the k-th value's sake, so the gradient of value k at particle k is the whole
+        Jacobian. Forward mode would do with the directions there instead, but as of torch 2.13 an operation
+        takes 0.2 ms and more wherever a dual number meets a plain one (zero tangents go through Python),
+        which made the whole filter take 2.5 times as long.
         """
+        C, B, n = belief.mean.shape
+        # No copy for a single value; a leaf that requires a gradient is safe from programs.
+        points = belief.mean[:, :, None].expand(C, B, size, n).contiguous().detach()  # [C, B, m, n]
         with torch.enable_grad():
-            points = mean[:, :, None].repeat(1, 1, size, 1).requires_grad_()  # [C, B, m, n]
-            values, noise = function(points)
-            jacobian = None
-            if values.requires_grad:
-                total = values.diagonal(dim1=2, dim2=3).sum()
-                (jacobian,) = torch.autograd.grad(total, points, allow_unused=True)
-        if jacobian is None:  # a constant
-            jacobian = torch.zeros_like(points)
-        directions = root.mT  # [C, B, n, n]: direction k is column k of the root
-        slopes = directions @ jacobian.mT  # [C, B, n, m]
+            arguments = [points.requires_grad_()]
+            if num_noise:
+                arguments.append(points.new_zeros((C, B, size, num_noise), requires_grad=True))
+            values, noise = function(points, arguments[1] if num_noise else None)
+            by_points, *by_noise = _jacobians(values, arguments)
+        directions = belief.root.mT  # [C, B, n, n]: direction k is column k of the root
+        slopes = product(directions, by_points.mT)  # [C, B, n, m]
+        if by_noise:
+            slopes = torch.cat([slopes, by_noise[0].mT], 2)  # [C, B, n + E, m]: noise has unit directions
         noise = None if noise is None else noise[:, :, 0].detach()
         return Transformed(values[:, :, 0].detach(), directions, slopes, None, noise)
+
+
+def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
+    """Derivatives of values `[C, B, m, m]`, the k-th at the k-th particle, by arguments `[C, B, m, ·]`."""
+    found: tuple[Tensor | None, ...] = (None,) * len(arguments)
+    if values.requires_grad:
+        m = values.shape[-1]
+        which = torch.ones_like(values) if m == 1 else torch.eye(m, dtype=values.dtype, device=values.device)
+        found = torch.autograd.grad(values, arguments, which.expand_as(values), allow_unused=True)
+    pairs = zip(arguments, found, strict=True)
+    # There is no gradient by what the values do not depend on.
+    return [torch.zeros_like(argument) if one is None else one for argument, one in pairs]

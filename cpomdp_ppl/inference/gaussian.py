@@ -70,7 +70,7 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
             "which a Kalman filter cannot condition on"
         )
     if isinstance(fn, torch.distributions.Normal):
-        if not bool((fn.scale >= 0).all()):
+        if not float(fn.scale.detach().min()) >= 0:  # NaN, if any is
             require_parameters(program, site["name"], outer, _central(site, own))
         return GaussianSite(fn.loc, fn.scale)
     if isinstance(fn, torch.distributions.MultivariateNormal):
@@ -126,7 +126,9 @@ class Reparameterised(Messenger):
         if self.noise is None:
             msg["value"] = site.loc.expand(batch[:ENGINE_AXES] + shape)
         else:
-            noise = self.noise[..., start : self.num_noise]
+            noise = self.noise
+            if self.num_noise - start < noise.shape[-1]:
+                noise = noise[..., start : self.num_noise]
             msg["value"] = site.at(noise.reshape(noise.shape[:-1] + shape))
 
 
@@ -160,32 +162,36 @@ class Sensed(Scored):
             self.seen.observations[name],  # [B, *plates, *event]
             self.seen.observed[name],  # [B, *plates]
         )
-        B, shape, size = len(value), spec.shape, spec.shape.numel()
-        self.require_visible(name, mask_of(msg), flags.reshape(1, B, 1, *spec.plates))
-        if name in self.signature.parents and not bool(flags.all()):
+        B, shape, size, full = len(value), spec.shape, spec.shape.numel(), self.batch_shape + spec.shape
+        everything = self.seen.everything
+        at_cells = None if everything else flags.reshape(1, B, 1, *spec.plates)
+        self.require_visible(name, mask_of(msg), at_cells)
+        if not everything and name in self.signature.parents and not bool(flags.all()):
             self.require_drawing(name)
 
         site = gaussian_site("observation", msg, len(spec.plates))
-        mean = site.loc.expand(self.batch_shape + shape)
+        mean = site.loc if site.loc.shape == full else site.loc.expand(full)
         self.means.append(mean.reshape(*self.batch_shape, size))
         self.covariances.append(self._covariance(site, shape))
 
+        self.values.append(value.reshape(B, size))
+        msg["value"] = at_sites = value.reshape(1, B, 1, *shape)
         event = (1,) * (len(shape) - len(spec.plates))
         flags = flags.reshape(B, *spec.plates, *event).expand(B, *shape)
-        self.values.append(value.reshape(B, size))
         self.observed.append(flags.reshape(B, size))
-        at_sites = value.reshape(1, B, 1, *shape)
-        msg["value"] = torch.where(flags.reshape(1, B, 1, *shape), at_sites, mean)
+        if not everything:
+            msg["value"] = torch.where(flags.reshape(at_sites.shape), at_sites, mean)
 
     def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
         """Of the site's noise, `[C, B, K, m, m]`."""
         batch, size = self.batch_shape, shape.numel()
         if site.scale is None:
             return site.loc.new_zeros(()).expand(*batch, size, size)
+        scale = site.scale.detach()  # nobody differentiates the noise
         if not site.triangular:
-            variance = site.scale.square().expand(batch + shape).reshape(*batch, size)
+            variance = scale.square().expand(batch + shape).reshape(*batch, size)
             return variance[..., None] if size == 1 else torch.diag_embed(variance)
-        covariance = (site.scale @ site.scale.mT).expand(*batch, *shape, shape[-1])
+        covariance = (scale @ scale.mT).expand(*batch, *shape, shape[-1])
         return block_diagonal(list(covariance.reshape(*batch, -1, shape[-1], shape[-1]).unbind(len(batch))))
 
 
@@ -234,7 +240,8 @@ class Coordinates:
 
     def state(self, vector: Tensor) -> Any:
         """A vector `[…, D]` as a state, with leaves `[…, *leaf]`."""
-        batch, parts = vector.shape[:-1], iter(vector.split(self.sizes, -1))
+        batch = vector.shape[:-1]
+        parts = iter(vector.split(self.sizes, -1) if len(self.sizes) > 1 else (vector,))
 
         def leaf_of(leaf: Leaf) -> Tensor:
             part: Tensor = next(parts)

@@ -16,6 +16,8 @@ from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.policy import Percept
+from cpomdp_ppl.rollout import blind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +43,8 @@ class OnlineFilter:
     Attributes:
         belief: The backend's belief about the state, with first axes `[C, B]`.
         log_likelihood: Of everything seen so far, float64 `[B, C]`.
+        prior: Over contexts, float64 `[B, C]`.
+        latest: What the last step told; before any, that nothing was seen.
         time: Number of steps so far.
 
     Example:
@@ -68,7 +72,7 @@ class OnlineFilter:
         self.num_episodes = num_episodes
         C = model.num_contexts
         p = as_prior(model.prior() if prior is None else prior, C, num_episodes).to(model.device)
-        self._log_prior = p.log().expand(num_episodes, C)
+        self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
         self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
@@ -76,6 +80,7 @@ class OnlineFilter:
             self._recursion = backend.recursion(model)
             self.belief = self._recursion.start(num_episodes)
             self._generator = torch.get_rng_state()
+        self.latest = blind(self._recursion.signature, num_episodes, model.device)
 
     def observe(
         self,
@@ -109,6 +114,7 @@ class OnlineFilter:
             self._total = checked(self.model, self._total, increment, seen)
             self.belief = belief
             self._generator = torch.get_rng_state()
+        self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
         self.time += action is not None
 
@@ -124,7 +130,7 @@ class OnlineFilter:
         Raises:
             DegenerateWeightsError: If the prior excludes every context that can have produced an episode.
         """
-        joint = self._log_prior + self.log_likelihood
+        joint = self.prior.log() + self.log_likelihood
         return log_normalised(joint[:, None], self.time).squeeze(1).exp()
 
     @property
@@ -170,9 +176,10 @@ class OnlineFilter:
                 require(not bool(flag.any()), f"observed['{name}']", True, "False: it is not in observations")
                 value = torch.zeros(self.num_episodes, *spec.shape, dtype=spec.dtype, device=flag.device)
             values[name], flags[name] = value, flag
-        (rows,) = rows_observed({name: flag[None] for name, flag in flags.items()})
+        (rows,), (complete,) = rows_observed({name: flag[None] for name, flag in flags.items()})
         time = 0 if action is None else self.time + 1
-        return Seen(time, None if action is None else self._actions(action), values, flags, rows)
+        actions = None if action is None else self._actions(action)
+        return Seen(time, actions, values, flags, rows, complete=complete)
 
     def _flags(self, name: str, spec: ObservationSite, given: Any) -> Tensor:
         """Which values at a site count, bool `[B, *plates]`."""

@@ -40,6 +40,7 @@ class Seen:
         alive: Which episodes are still going on, bool `[B]`; None if all are.
         offset: Number of the first of these episodes, for messages.
         numbers: Of these episodes among those, `[B]`, if they are a selection.
+        complete: Whether everything is known to have been observed wherever anything was.
     """
 
     time: int
@@ -50,13 +51,19 @@ class Seen:
     alive: Tensor | None = None
     offset: int = 0
     numbers: Tensor | None = None
+    complete: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Whether everything is known to have been observed in all of these episodes."""
+        return self.complete and self.rows is None
 
     def episode(self, b: int) -> int:
         """Which episode the b-th is among all, for messages."""
         return self.offset + (b if self.numbers is None else int(self.numbers[b]))
 
     def select(self, rows: Tensor) -> Seen:
-        """The same step for some of the episodes."""
+        """The same step for some of the episodes, in each of which something was observed."""
         return Seen(
             self.time,
             None if self.action is None else self.action[rows],
@@ -66,6 +73,7 @@ class Seen:
             None if self.alive is None else self.alive[rows],
             self.offset,
             rows if self.numbers is None else self.numbers[rows],
+            self.complete,
         )
 
 
@@ -122,7 +130,7 @@ class Scored(Messenger):
         value = self.seen.observations[name].reshape(1, B, 1, *spec.shape)
         flags = self.seen.observed[name]  # [B, *plates]
         at_cells = flags.reshape(1, B, 1, *spec.plates)
-        everywhere = bool(flags.all())
+        everywhere = self.seen.everything or bool(flags.all())
         self.require_visible(name, mask_of(msg), None if everywhere else at_cells)
         msg["value"] = value
         if not everywhere and name in self.signature.parents:
@@ -148,7 +156,9 @@ class Scored(Messenger):
         """Raise where something was observed (None: everywhere) that the program masks."""
         if mask is True:
             return
-        visible = _unexpanded(torch.as_tensor(mask))
+        visible = mask if isinstance(mask, Tensor) else torch.as_tensor(mask)
+        if 0 in visible.stride():
+            visible = _unexpanded(visible)
         if observed is not None:
             visible = visible | ~observed
         if not bool(visible.all()):

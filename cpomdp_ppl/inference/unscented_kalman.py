@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require, require_count
-from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion, Transformed
+from cpomdp_ppl.inference.gaussian import block_diagonal
+from cpomdp_ppl.inference.kalman import Function, GaussianBelief, KalmanFilter, KalmanRecursion, Transformed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,20 +64,28 @@ class UnscentedRecursion(KalmanRecursion):
         super().__init__(model, settings.reward_points)
         self.settings = settings
 
-    def transform(self, function: Function, size: int, mean: Tensor, root: Tensor) -> Transformed:
-        """The function at `2n + 1` sigma points on the particle axis."""
+    def transform(
+        self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
+    ) -> Transformed:
+        """The function at `2n + 1` sigma points of belief and noise together, on the particle axis."""
+        mean, root, D = belief.mean, belief.root, belief.mean.shape[-1]
+        if num_noise:
+            unit = torch.eye(num_noise, dtype=root.dtype, device=root.device)
+            root = block_diagonal([root, unit.expand(*root.shape[:2], -1, -1)])
+            mean = torch.cat([mean, mean.new_zeros(()).expand(*mean.shape[:2], num_noise)], -1)
         n = mean.shape[-1]
         distance, of_mean, of_covariance = self._weights(n)
         arms = root.mT * distance  # [C, B, n, n]
         deviations = torch.cat([torch.zeros_like(arms[:, :, :1]), arms, -arms], 2)  # [C, B, 2n + 1, n]
-        values, noise = function(mean[:, :, None] + deviations)
+        points = mean[:, :, None] + deviations
+        values, noise = function(points[..., :D], points[..., D:] if num_noise else None)
         # Relative to the central point: small alphas have large weights, which cancel.
         around = values - values[:, :, :1]
         shift = (around * of_mean[:, None]).sum(2, keepdim=True)
         if noise is not None:
             noise = (noise * of_mean[:, None, None]).sum(2)
         return Transformed(
-            (values[:, :, :1] + shift)[:, :, 0], deviations, around - shift, of_covariance, noise
+            (values[:, :, :1] + shift)[:, :, 0], deviations[..., :D], around - shift, of_covariance, noise
         )
 
     def _weights(self, n: int) -> tuple[float, Tensor, Tensor]:
