@@ -16,7 +16,10 @@ from cpomdp_ppl.errors import ModelError, rejected
 from cpomdp_ppl.handlers import Recorded, mask_of
 from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy
 from cpomdp_ppl.signature import read_signature
-from cpomdp_ppl.state import map_state, stack_in_time
+from cpomdp_ppl.state import map_state
+
+CELLS_AT_ONCE = 2**15
+"""States whose rewards are computed together."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +54,7 @@ def rollout(
 
     with Recorded(0):
         state = sig.broadcast(model.initial(c), S)
-    percept = _blind(sig, B, context.device)
+    percept = blind(sig, B, context.device)
     if model.initial_observation:
         with Recorded(0) as seen:
             model.observation(state, None, c)
@@ -60,12 +63,11 @@ def rollout(
     history = History((percept,))
     with private:
         memory = policy.start(prior.expand(B, model.num_contexts))
-    states, rewards = [state], []
+    states = [state]
     for t in range(model.horizon):
         with private:
             decision, memory = policy.act(history, memory)
         a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, own))
-        rewards.append(_by_episode(_as_reward(model.reward(state, a, c)), S, own).reshape(B))
         with Recorded(t + 1):
             state = sig.broadcast(model.transition(state, a, c), S)
         with Recorded(t + 1) as seen:
@@ -73,22 +75,23 @@ def rollout(
         states.append(state)
         history = history.extended(_percept(sig, seen, _by_episode(a, S, own).reshape(B), S))
 
+    path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
     return Episodes(
         actions=history.actions,
         observations={site: values[:, 1:] for site, values in history.observations.items()},
         observed={site: flags[:, 1:] for site, flags in history.observed.items()},
         contexts=context.reshape(B),
         states=map_state(
-            lambda leaf, values: values.reshape(B, -1, *leaf.shape), sig.state, stack_in_time(states, len(S))
+            lambda leaf, values: values.movedim(0, len(S)).reshape(B, -1, *leaf.shape), sig.state, path
         ),
-        rewards=stack_in_time(rewards, 1),
+        rewards=_rewards(model, path, history.actions, c),
         initial_observations=percept.observations if model.initial_observation else None,
         initially_observed=percept.observed if model.initial_observation else None,
         zeroed=True,
     )
 
 
-def _blind(sig: Signature, B: int, device: torch.device) -> Percept:
+def blind(sig: Signature, B: int, device: torch.device) -> Percept:
     """What the agent has seen before it has seen anything."""
     return Percept(
         action=None,
@@ -111,11 +114,28 @@ def _percept(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.Siz
     for name, spec in sig.observations.items():
         site = seen.sites[name]
         value = site["value"]
-        mask = torch.as_tensor(mask_of(site), device=value.device)
+        mask = mask_of(site)
+        if not isinstance(mask, Tensor):
+            mask = torch.as_tensor(mask, device=value.device)
         flags = _by_episode(mask, S, spec.plates)
         observations[name] = filled(_by_episode(value, S, spec.shape), flags)
         observed[name] = flags
     return Percept(action, observations, observed)
+
+
+def _rewards(model: CPOMDP, path: Any, actions: Tensor, c: Tensor) -> Tensor:
+    """Rewards `[B, T]` of states with leaves `[T + 1, B, …]` and actions `[B, T]`, many steps in a call.
+
+    A program has a price per call; but what does not stay in cache costs more.
+    """
+    B, T = actions.shape
+    at_once = max(1, CELLS_AT_ONCE // B)
+    a = actions.T.reshape(T, *c.shape).split(at_once)
+    states = [map_state(lambda leaf, t=t: leaf[t : min(t + at_once, T)], path) for t in range(0, T, at_once)]
+    rewards = [
+        _as_reward(model.reward(s, a_s, c[None])).expand(a_s.shape) for s, a_s in zip(states, a, strict=True)
+    ]
+    return torch.cat(rewards).reshape(T, B).T
 
 
 def _by_episode(tensor: Tensor, S: torch.Size, shape: tuple[int, ...]) -> Tensor:

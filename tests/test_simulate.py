@@ -10,6 +10,7 @@ import torch
 from torch.distributions import constraints
 
 from cpomdp_ppl import FunctionPolicy, ModelError, RandomPolicy, simulate
+from cpomdp_ppl.handlers import draw_index
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
@@ -104,6 +105,47 @@ def test_a_categorical_decision_is_drawn_by_its_probabilities():
     )
     for action, probability in enumerate((0.7, 0.2, 0.1)):
         assert_mean((episodes.actions[:, 3] == action).float(), probability, f"action {action}")
+
+
+@pytest.mark.parametrize("given", ["probs", "logits"])
+def test_what_has_no_probability_is_never_drawn(monkeypatch, given):
+    almost_one = 1 - 2.0**-24
+    for u in (0.0, almost_one):  # the ends of what `rand` can give
+        monkeypatch.setattr(torch, "rand", lambda *args, u=u, **kwargs: torch.full(args[0], u))
+        for p in ([0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 1.0, 0.0], [0.1] * 10 + [0.0]):
+            probs = torch.tensor(p).expand(4, -1)
+            fn = dist.Categorical(**{given: probs if given == "probs" else probs.log()})
+            possible = [i for i, each in enumerate(p) if each]
+            assert draw_index(fn).tolist() == [possible[0 if u == 0.0 else -1]] * 4
+
+
+def test_categorical_sites_of_a_program_are_drawn_by_their_probabilities():
+    p = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.1, 0.9]])
+
+    class Dice(Walk):
+        def transition(self, state, action, context):
+            probs = torch.stack([torch.where(context == 0, a, b) for a, b in p.T], -1)
+            return pyro.sample("x", dist.Categorical(probs)).float()
+
+    episodes = simulate(Dice(), RandomPolicy(2), 20_000, contexts="balanced", seed=0)
+    for c in (0, 1):
+        last = episodes.states[episodes.contexts == c, -1]
+        for i in range(3):
+            assert_mean((last == i).float(), float(p[c, i]), f"face {i} in context {c}", sd=0.5)
+
+
+def test_rewards_are_those_of_every_step_however_many_are_computed_at_once(model, monkeypatch):
+    policy = RandomPolicy(model.num_actions)
+    together = simulate(model, policy, 30, seed=0)
+    monkeypatch.setattr("cpomdp_ppl.rollout.CELLS_AT_ONCE", 100)  # three steps and a rest
+    in_parts = simulate(model, policy, 30, seed=0)
+    assert torch.equal(in_parts.rewards, together.rewards)
+    own = (1,) * model.max_plate_nesting
+    c = together.contexts.reshape(-1, *own)
+    for t in range(model.horizon):
+        state, a = map_state(lambda leaf, t=t: leaf[:, t], together.states), together.actions[:, t]
+        reward = model.reward(state, a.reshape(-1, *own), c)
+        assert torch.equal(together.rewards[:, t], reward.expand(30, *own).reshape(30).float())
 
 
 def test_the_agent_sees_nothing_that_is_masked_nor_any_truth():
