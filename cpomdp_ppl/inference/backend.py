@@ -174,11 +174,11 @@ class Backend(ABC):
 
 def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
     """The steps of a batch, in time."""
-    actions = episodes.actions.movedim(1, 0)
-    observations = {site: value.movedim(1, 0) for site, value in episodes.observations.items()}
-    observed = {site: flags.movedim(1, 0) for site, flags in episodes.observed.items()}
+    actions = episodes.actions.unbind(1)
+    observations = {site: value.unbind(1) for site, value in episodes.observations.items()}
+    observed = {site: flags.unbind(1) for site, flags in episodes.observed.items()}
     shortest = int(episodes.lengths.min())
-    rows, complete = rows_observed(observed)
+    rows, complete = rows_observed({site: flags.movedim(1, 0) for site, flags in episodes.observed.items()})
     for t in range(episodes.horizon):
         yield Seen(
             t + 1,

@@ -147,12 +147,12 @@ def distribution_function(weights: Tensor) -> Tensor:
 
 
 def ancestors(cumulative_counts: Tensor) -> Tensor:
-    """Ancestors from cumulative offspring counts, `[R, N]`; a row that does not add up to N is made to."""
+    """Ancestors from cumulative offspring counts, `[R, N]`; a row that does not add up to N is made to.
+
+    The ancestor of particle i is the number of particles whose offspring have all come before it.
+    """
     R, N = cumulative_counts.shape
-    ends = cumulative_counts.clamp_(0, N)
-    ends[:, -1] = N
-    counts = torch.empty(R, N, dtype=torch.long, device=ends.device)
-    counts[:, 0] = ends[:, 0]
-    counts[:, 1:] = ends[:, 1:] - ends[:, :-1]
-    particle = torch.arange(N, device=counts.device).expand(R, N).reshape(-1)
-    return particle.repeat_interleave(counts.reshape(-1), output_size=R * N).reshape(R, N)
+    ends = cumulative_counts.clamp_(0, N).long()[:, :-1]  # whatever is left is the last one's
+    ended = torch.zeros(R, N + 1, dtype=torch.long, device=ends.device)
+    ended.scatter_add_(1, ends, ended.new_ones(()).expand_as(ends))
+    return ended[:, :N].cumsum(1)
