@@ -81,6 +81,11 @@ class Estimator(Protocol):
         ...
 
     @property
+    def random_actions(self) -> float | Schedule:
+        """How often an action is left to chance."""
+        ...
+
+    @property
     def max_gradient_norm(self) -> float | None:
         """Longer gradients are shortened to this; None leaves them."""
         ...
@@ -129,6 +134,7 @@ class Reinforce:
     baseline: bool = True
     max_gradient_norm: float | None = None
     epochs: int = field(default=1, init=False)
+    random_actions: float = field(default=0.0, init=False)
 
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
@@ -148,6 +154,7 @@ class Reinforce:
         return {"policy": -(advantages.to(now.log_probs) * now.log_probs).sum(1).mean()}
 
 
+FEWER = Linear(0.3, 0.0, until=0.5)
 FADING = Linear(0.1, 0.0)
 
 
@@ -164,6 +171,9 @@ class ActorCritic:
         epochs: How many gradient steps are taken on a batch.
         trace: λ of the generalised advantages: 1 trusts payoffs alone, 0 the critic.
         clip: By how much the probability of an action may change on a batch, as a ratio.
+        random_actions: How often an action is left to chance while episodes are played, a number or a
+            schedule. What is improved is the policy with its chances, so that the gradient is none the worse
+            for it; chance keeps it familiar with situations that it would not get into by itself.
         exploration: What a nat of entropy of the actions is worth, in units of the advantages' spread: a
             number or a schedule.
         value_weight: Of the critic's squared error, in units of the values' spread.
@@ -174,6 +184,7 @@ class ActorCritic:
     epochs: int = 3
     trace: float = 0.95
     clip: float = 0.2
+    random_actions: float | Schedule = FEWER
     exploration: float | Schedule = FADING
     value_weight: float = 0.5
     context_weight: float = 1.0
@@ -184,6 +195,8 @@ class ActorCritic:
         require(0 <= self.trace <= 1, "trace", self.trace, "between 0 and 1")
         require(self.clip > 0, "clip", self.clip, "a positive number")
         as_schedule("exploration", self.exploration)
+        chance = as_schedule("random_actions", self.random_actions)
+        require(chance(0.0) < 1 and chance(1.0) < 1, "random_actions", self.random_actions, "less than 1")
         for name in ("value_weight", "context_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
+from solvers.policies import Encoding, LSTMPolicy, unroll
+from tests.programs import EyesOpen, Plates
+
+
+class Dice(CPOMDP):
+    """Observations that are indices, an event of two, and a number far from zero; also before acting."""
+
+    contexts, actions, horizon = 2, 3, 4
+    initial_observation = True
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(300.0, 1.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, 1.0))
+
+    def observation(self, state, action, context):
+        looks = torch.tensor(True) if action is None else action == 2
+        pyro.sample("face", dist.Categorical(torch.ones(6)).mask(looks))
+        pyro.sample("pair", dist.Categorical(torch.ones(2, 4)).to_event(1).mask(looks))
+        pyro.sample("warm", dist.Normal(state, 0.1).mask(looks))
+
+    def reward(self, state, action, context):
+        return torch.zeros_like(state)
+
+
+def stepwise(policy, episodes):
+    """`log π(· | h_t)`, `[B, T, A]`, of a policy fed one percept after another."""
+    wrapped = type("Steps", (), {"start": policy.start, "act": policy.act})()
+    prior = torch.full((len(episodes), 2), 0.5)
+    logits, features = unroll(wrapped, episodes, prior)
+    assert features is None
+    return logits
+
+
+def test_whole_sequences_agree_with_single_steps(model):
+    policy = LSTMPolicy(model, hidden=16, seed=1)
+    episodes = simulate(model, policy, 7, seed=2)
+    logits, hidden = policy.unroll(episodes)
+    assert logits.shape == (7, model.horizon, model.num_actions)
+    assert hidden.shape == (7, model.horizon, 16)
+    torch.testing.assert_close(logits.log_softmax(-1), stepwise(policy, episodes), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("program", [EyesOpen, Plates, Dice])
+def test_whole_sequences_agree_for_plates_indices_and_initial_observations(program):
+    model = program()
+    policy = LSTMPolicy(model, hidden=8, seed=1)
+    episodes = simulate(model, policy, 5, seed=2)
+    at_once = policy.unroll(episodes)[0].log_softmax(-1)
+    torch.testing.assert_close(at_once, stepwise(policy, episodes), rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_are_what_they_should_be():
+    model = Dice()
+    encoding = Encoding(model)
+    episodes = simulate(model, RandomPolicy(3), 300, seed=0)
+    inputs = encoding.sequence(episodes)
+    # 3 actions and none yet, time; a flag and 6 classes; a flag and 2 x 4 classes; a flag and a number
+    assert inputs.shape == (300, 4, 4 + 1 + 7 + 9 + 2)
+    assert (inputs[:, 0, 0] == 1).all()  # no action yet
+    assert torch.equal(inputs[:, 1:, 1:4].argmax(-1), episodes.actions[:, :-1])
+    assert torch.equal(inputs[:, :, 4], (torch.arange(4) / 4).expand(300, 4))
+    seen = episodes.observed["face"][:, :-1]
+    assert torch.equal(inputs[:, 1:, 5].bool(), seen)
+    assert torch.equal(inputs[:, 1:, 6:12].sum(-1).bool(), seen)  # a class only where one was seen
+    assert torch.equal(inputs[:, 1:, 6:12].argmax(-1)[seen], episodes.observations["face"][:, :-1][seen])
+    number = inputs[:, 1:, -1][seen]
+    assert abs(number.mean()) < 0.3
+    assert 0.7 < number.std() < 1.4
+
+
+def test_first_decisions_are_about_even(model):
+    policy = LSTMPolicy(model, seed=0)
+    episodes = simulate(model, RandomPolicy(model.num_actions), 50, seed=0)
+    probabilities = policy.unroll(episodes)[0].softmax(-1).detach()
+    assert float((probabilities - 1 / model.num_actions).abs().max()) < 0.1
+
+
+def test_weights_come_from_the_seed_alone():
+    model = Dice()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two, other = LSTMPolicy(model, seed=3), LSTMPolicy(model, seed=3), LSTMPolicy(model, seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, two.state_dict()[name])
+    assert not torch.equal(one.lstm.weight_hh_l0, other.lstm.weight_hh_l0)
+
+
+def test_the_models_own_weights_are_not_the_policys():
+    model = Dice()
+    model.register_parameter("friction", nn.Parameter(torch.tensor(1.0)))
+    assert not any("friction" in name for name, _ in LSTMPolicy(model).named_parameters())
+
+
+def test_hidden_units_must_be_some():
+    with pytest.raises(ValueError, match="hidden"):
+        LSTMPolicy(Dice(), hidden=0)
+
+
+def test_actions_without_probabilities_cannot_be_learned_from():
+    model = Dice()
+    episodes = simulate(model, RandomPolicy(3), 2, seed=0)
+
+    class Stubborn:
+        def start(self, prior):
+            return None
+
+        def act(self, history, memory):
+            return torch.zeros(history.num_episodes, dtype=torch.long), None
+
+    with pytest.raises(ValueError, match="Categorical"):
+        unroll(Stubborn(), episodes, torch.full((2, 2), 0.5))

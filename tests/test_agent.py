@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.inference import ExtendedKalmanFilter, as_backend
+from cpomdp_ppl.models import LightDark
+from solvers.policies import LSTMPolicy
+from tests.programs import EyesOpen
+
+
+def play(agent, episodes):
+    """Feed an agent the observations of an episode, and what was done in it."""
+    actions = []
+    for t in range(episodes.horizon):
+        actions.append(agent.act())
+        seen = {
+            site: values[0, t]
+            for site, values in episodes.observations.items()
+            if bool(episodes.observed[site][0, t])
+        }
+        agent.observe(seen, action=int(episodes.actions[0, t]))
+    return actions
+
+
+def test_its_posterior_is_the_filters(model):
+    policy = LSTMPolicy(model, hidden=8)
+    episodes = simulate(model, policy, 1, seed=4)
+    agent = policy.agent(seed=1)
+    play(agent, episodes)
+    filtering = as_backend("smc").run(model, episodes, seed=1)
+    torch.testing.assert_close(agent.posterior, filtering.posterior()[0, -1], rtol=1e-5, atol=1e-7)
+    assert agent.time == model.horizon
+
+
+def test_it_decides_as_the_policy_does(model):
+    """With the likeliest actions, which need no draws."""
+    policy = LSTMPolicy(model, hidden=8)
+    episodes = simulate(model, policy, 1, seed=4)
+    actions = play(policy.agent(seed=1, greedy=True), episodes)
+    assert actions == policy.unroll(episodes)[0][0].argmax(-1).tolist()
+
+
+def test_its_choices_follow_the_policys_probabilities():
+    model = LightDark()
+
+    class Biased(RandomPolicy):
+        def act(self, history, memory):
+            return dist.Categorical(torch.tensor([[0.1, 0.6, 0.3]])), memory
+
+    first = torch.tensor([Agent(model, Biased(3), seed=seed, likelihood="ekf").act() for seed in range(400)])
+    counts = torch.bincount(first, minlength=3) / 400
+    expected = torch.tensor([0.1, 0.6, 0.3])
+    assert ((counts - expected).abs() < 4 * (expected * (1 - expected) / 400).sqrt()).all()
+
+
+def test_the_same_seed_does_the_same_and_leaves_the_caller_alone():
+    model = LightDark()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    runs = []
+    for seed in (3, 3, 4):
+        agent = Agent(model, RandomPolicy(3), seed=seed)
+        actions = []
+        for _ in range(model.horizon):
+            actions.append(agent.act())
+            agent.observe({"z": 0.1} if actions[-1] == 2 else None)
+        runs.append(actions)
+    assert torch.equal(before, torch.get_rng_state())
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_an_initial_observation_comes_first():
+    model = EyesOpen()
+    agent = Agent(model, RandomPolicy(model.num_actions), seed=0)
+    with pytest.raises(RuntimeError, match="initial observation"):
+        agent.act()
+    site = next(iter(agent.filter.latest.observations))
+    agent.observe({site: torch.zeros(agent.filter.latest.observations[site].shape[1:])})
+    assert agent.time == 0
+    assert agent.act() in range(model.num_actions)
+
+
+def test_the_prior_reaches_filter_and_policy():
+    model = LightDark()
+    given = []
+
+    class Curious(RandomPolicy):
+        def start(self, prior):
+            given.append(prior)
+            return super().start(prior)
+
+    agent = Agent(model, Curious(3), prior=[0.8, 0.2], likelihood=ExtendedKalmanFilter())
+    assert agent.posterior.tolist() == pytest.approx([0.8, 0.2])
+    assert given[0].tolist()[0] == pytest.approx([0.8, 0.2])
+
+
+def test_out_of_turn():
+    agent = Agent(LightDark(1), RandomPolicy(3), seed=0, likelihood="ekf")
+    with pytest.raises(RuntimeError, match="act"):
+        agent.observe()
+    agent.act()
+    with pytest.raises(RuntimeError, match="observe"):
+        agent.act()
+    agent.observe()
+    with pytest.raises(RuntimeError, match="over"):
+        agent.act()
+    with pytest.raises(ValueError, match="1 steps"):
+        agent.observe(action="left")
+
+
+def test_what_cannot_have_been_seen_is_refused_and_changes_nothing():
+    agent = Agent(LightDark(), RandomPolicy(3), seed=0, likelihood="ekf")
+    agent.act()
+    with pytest.raises(ValueError, match="y"):
+        agent.observe({"y": 1.0})
+    assert agent.time == 0
+    agent.observe()
+    assert agent.time == 1
