@@ -105,7 +105,7 @@ class Learner:
         self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
         self.networks.to(self.model.device)
         self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0))
+        self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0), fused=True)
 
     def _num_features(self) -> int:
         """How many numbers the policy's own network lets a critic read; 0 for none."""

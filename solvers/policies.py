@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.distributions.constraints import independent, integer_interval
-from torch.nn.functional import one_hot
+from torch.nn.functional import embedding, one_hot
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.agent import Agent
@@ -59,11 +59,14 @@ class Encoding(nn.Module):
 
     shift: Tensor
     scale: Tensor
+    identity: Tensor
 
     def __init__(self, model: CPOMDP, seed: int = 0) -> None:
         super().__init__()
         require_model(model)
         self.num_actions = model.num_actions
+        identity = torch.eye(self.num_actions + 1, device=model.device)
+        self.register_buffer("identity", identity, persistent=False)
         self.horizon = model.horizon
         self.sites = dict(signature(model).observations)
         episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION, seed=seed)
@@ -124,7 +127,8 @@ class Encoding(nn.Module):
         self, action: Tensor, time: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
     ) -> Tensor:
         axes = action.dim()
-        parts = [one_hot(action + 1, self.num_actions + 1), time[..., None]]
+        # One-hot by looking up rows of the identity: `one_hot` goes through integers and is slower.
+        parts = [embedding(action + 1, self.identity), time[..., None]]
         for name, site in self.sites.items():
             flags, values = observed[name], observations[name]
             parts.append(_flat(flags, axes))
@@ -209,6 +213,7 @@ class LSTMPolicy(nn.Module):
     def unroll(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
         """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
         hidden, _ = self.lstm(self.encoding.sequence(episodes))
+        hidden = hidden.contiguous()  # once, rather than in every layer on top
         return self.logits(hidden), hidden
 
     def agent(self, **settings: Any) -> Agent:
