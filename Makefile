@@ -25,6 +25,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/likelihood.py
+	$(BIN)/python benchmarks/fit.py
 
 # The constraints keep to versions that are known to work together; a newer torch may come with gigabytes of CUDA.
 $(INSTALLED): pyproject.toml constraints.txt
