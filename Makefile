@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint types tests bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/simulate_light_dark.py
+	$(BIN)/python examples/light_dark.py
 
 test: lint types tests
 

@@ -18,7 +18,8 @@ from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.isolation import isolated
 from solvers.estimators import Critic, Decisions
 from solvers.objectives import Batch
-from solvers.policies import Encoding, SequencePolicy, unroll
+from solvers.policies import Encoding, Mixed, SequencePolicy, unroll
+from solvers.schedules import as_schedule
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -135,9 +136,10 @@ class Learner:
         temperature, rate = self.temperature(self.progress), self.learning_rate(self.progress)
         seeds = self._seeds(self.iteration)
         started = time.perf_counter()
+        acting = self.acting
         contexts = stratified(self.prior, self.batch_size, offset=seeds[2] / 2**32)
         episodes = simulate(
-            self.model, self.policy, self.batch_size, contexts=contexts, prior=self.prior, seed=seeds[0]
+            self.model, acting, self.batch_size, contexts=contexts, prior=self.prior, seed=seeds[0]
         )
         played = time.perf_counter()
         measured = {"temperature": temperature, "learning_rate": rate}
@@ -162,10 +164,15 @@ class Learner:
         self.iteration += 1
         return measured
 
+    @property
+    def acting(self) -> Mixed:
+        """The policy with its share of random actions, which is what plays and what is improved."""
+        return Mixed(self.policy, as_schedule("random_actions", self.estimator.random_actions)(self.progress))
+
     def decide(self, batch: Batch) -> Decisions:
         """Policy and critic along a batch."""
         prior = self.prior.to(torch.get_default_dtype()).expand(len(batch.episodes), -1)
-        logits, features = unroll(self.policy, batch.episodes, prior)
+        logits, features = unroll(self.acting, batch.episodes, prior)
         if self.trunk is not None:
             features = self.trunk(batch)
         values, log_contexts = self.critic(features)

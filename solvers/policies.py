@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyro.distributions as dist
@@ -221,6 +222,36 @@ class LSTMPolicy(nn.Module):
         return Agent(self._model[0], self, **settings)
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """A policy that does something random now and then, whatever it knows.
+
+    Args:
+        policy: Who decides otherwise; its decisions must be distributions.
+        chance: How often it is chance that decides, with all actions equally likely.
+    """
+
+    policy: Policy
+    chance: float
+
+    def start(self, prior: Tensor) -> Any:
+        """The policy's own memory."""
+        return self.policy.start(prior)
+
+    def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
+        """`(1 − ε) π(· | h_t) + ε / A`."""
+        decision, memory = self.policy.act(history, memory)
+        if not self.chance:
+            return decision, memory
+        return dist.Categorical(logits=self.mixed(_logits(decision))), memory
+
+    def mixed(self, logits: Tensor) -> Tensor:
+        """The logarithm of the mixture's probabilities, for logits `[…, A]` of the policy."""
+        if not self.chance:
+            return logits
+        return ((1 - self.chance) * logits.softmax(-1) + self.chance / logits.shape[-1]).log()
+
+
 def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
     """What a policy would decide along episodes, with gradients.
 
@@ -235,17 +266,18 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
     Raises:
         ValueError: If the policy returns actions and not their probabilities.
     """
+    if isinstance(policy, Mixed):
+        logits, features = unroll(policy.policy, episodes, prior)
+        return policy.mixed(logits), features
     if isinstance(policy, SequencePolicy):
         return policy.unroll(episodes)
     T = episodes.horizon
     history = History((_initial_percept(episodes),))
     memory = policy.start(prior)
-    logits = []
+    series = []
     for t in range(T):
         decision, memory = policy.act(history, memory)
-        if not isinstance(decision, Categorical):
-            raise rejected("policy", type(decision).__name__, "a Categorical over actions, to learn from")
-        logits.append(decision.logits)
+        series.append(_logits(decision))
         history = history.extended(
             Percept(
                 episodes.actions[:, t],
@@ -253,7 +285,13 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
                 {site: flags[:, t] for site, flags in episodes.observed.items()},
             )
         )
-    return torch.stack(logits, 1), None
+    return torch.stack(series, 1), None
+
+
+def _logits(decision: Decision) -> Tensor:
+    if not isinstance(decision, Categorical):
+        raise rejected("policy", type(decision).__name__, "a Categorical over actions, to learn from")
+    return decision.logits
 
 
 def _initial_percept(episodes: Episodes) -> Percept:
