@@ -163,7 +163,9 @@ def fit(
         require_equal(directory / CHECKPOINT, saved["settings"], settings)
         fitting.load_state_dict(saved)
 
-    bar = tqdm(total=iterations, initial=learner.iteration, disable=not progress, desc="C-IDS", leave=True)
+    bar = tqdm(
+        total=iterations, initial=learner.iteration, disable=not progress, desc="C-IDS", mininterval=0.5
+    )
     try:
         while learner.iteration < iterations:
             measured = fitting.iterate()

@@ -24,12 +24,14 @@ class Decisions:
         log_probs: Of the actions taken, `[B, T]`.
         values: The critic's guess of the payoffs to come, `[B, T]`.
         log_contexts: The critic's guess of `log P(c | h_t)`, `[B, T, C]`.
+        states: The critic's guess of `E[s_t | h_t]`, in units of its spread, `[B, T, D]`.
     """
 
     log_policy: Tensor
     log_probs: Tensor
     values: Tensor
     log_contexts: Tensor
+    states: Tensor
 
     def detached(self) -> Decisions:
         """The same without gradients."""
@@ -37,7 +39,7 @@ class Decisions:
 
 
 class Critic(nn.Module):
-    """Reads features of the history, and says what is to come and which context it is.
+    """Reads features of the history, and says what is to come, which context it is, and what state.
 
     Values are kept in units of their own spread, which is followed as it changes; what the critic says does
     not change when the units do.
@@ -45,22 +47,24 @@ class Critic(nn.Module):
     Args:
         size: How many features H there are.
         num_contexts: How many contexts C.
+        num_states: How many numbers D a state has.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, size: int, num_contexts: int) -> None:
+    def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
         super().__init__()
         self.value = nn.Linear(size, 1)
         self.context = nn.Linear(size, num_contexts)
+        self.state = nn.Linear(size, num_states)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Values `[B, T]` and `log P(c|h_t)` `[B, T, C]` from features `[B, T, H]`."""
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
         value = self.mean + self.scale * self.value(features).squeeze(-1)
-        return value, self.context(features).log_softmax(-1)
+        return value, self.context(features).log_softmax(-1), self.state(features)
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, weight: float) -> None:
@@ -78,6 +82,11 @@ class Estimator(Protocol):
     @property
     def epochs(self) -> int:
         """How many gradient steps are taken on a batch."""
+        ...
+
+    @property
+    def moments(self) -> bool:
+        """Whether filtered moments of the state are needed."""
         ...
 
     @property
@@ -135,6 +144,7 @@ class Reinforce:
     max_gradient_norm: float | None = None
     epochs: int = field(default=1, init=False)
     random_actions: float = field(default=0.0, init=False)
+    moments: bool = field(default=False, init=False)
 
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
@@ -164,8 +174,8 @@ class ActorCritic:
 
     Advantages are generalised ones (GAE), in units of their own spread. Steps after the first on the same
     batch are kept close to the policy that played it by clipping (PPO). The critic reads what the policy's
-    own network makes of the history, if it can be had, and teaches that network two things on the way:
-    how much is still to come, and which context it is, for which the filter's posterior is the answer.
+    own network makes of the history, if it can be had, and teaches that network three things on the
+    way: how much is still to come, which context it is, and what state; for the last two, the filter knows.
 
     Args:
         epochs: How many gradient steps are taken on a batch.
@@ -178,6 +188,7 @@ class ActorCritic:
             number or a schedule.
         value_weight: Of the critic's squared error, in units of the values' spread.
         context_weight: Of the critic's cross-entropy on contexts.
+        state_weight: Of the critic's squared error on states, in units of their spread.
         max_gradient_norm: Longer gradients are shortened to this; None leaves them.
     """
 
@@ -188,6 +199,7 @@ class ActorCritic:
     exploration: float | Schedule = FADING
     value_weight: float = 0.5
     context_weight: float = 1.0
+    state_weight: float = 1.0
     max_gradient_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
@@ -197,8 +209,13 @@ class ActorCritic:
         as_schedule("exploration", self.exploration)
         chance = as_schedule("random_actions", self.random_actions)
         require(chance(0.0) < 1 and chance(1.0) < 1, "random_actions", self.random_actions, "less than 1")
-        for name in ("value_weight", "context_weight"):
+        for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
+
+    @property
+    def moments(self) -> bool:
+        """For the critic's guess of the state."""
+        return self.state_weight > 0
 
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
@@ -220,7 +237,7 @@ class ActorCritic:
         critic: Critic,
         progress: float,
     ) -> dict[str, Tensor]:
-        """Clipped policy gradient, the critic's two errors, and the entropy of the actions."""
+        """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
         dtype = now.log_probs.dtype
         A = (advantages / advantages.std().clamp(min=1e-8)).to(dtype)
         ratio = (now.log_probs - before.log_probs).exp()
@@ -229,9 +246,19 @@ class ActorCritic:
         posterior = batch.log_posterior[:, :-1].exp().to(dtype)
         entropy = -(now.log_policy.exp() * now.log_policy).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(progress)
-        return {
+        terms = {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
             "value": self.value_weight * ((now.values - targets) / critic.scale).square().mean(),
             "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
             "exploration": -exploration * entropy.mean(),
         }
+        if batch.state_mean is not None:
+            states = standardised(batch.state_mean[:, :-1]).to(dtype)
+            terms["state"] = self.state_weight * (now.states - states).square().mean()
+        return terms
+
+
+def standardised(values: Tensor) -> Tensor:
+    """Numbers `[B, T, D]` in units of their spread over a batch; what does not vary is zero."""
+    sd, mean = torch.std_mean(values, (0, 1))
+    return (values - mean) / torch.where(sd > 1e-6, sd, torch.inf)

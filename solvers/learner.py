@@ -16,6 +16,8 @@ from cpomdp_ppl import simulate
 from cpomdp_ppl.context import entropy, stratified
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.state import leaves
 from solvers.estimators import Critic, Decisions
 from solvers.objectives import Batch
 from solvers.policies import Encoding, Mixed, SequencePolicy, unroll
@@ -102,7 +104,8 @@ class Learner:
         with isolated(self._seeds(2**31)[0]):
             hidden = self._num_features() or 64
             self.trunk = None if self._num_features() else Trunk(self.model, hidden)
-            self.critic = Critic(hidden, self.model.num_contexts)
+            num_states = sum(leaf.shape.numel() for _, leaf in leaves(signature(self.model).state))
+            self.critic = Critic(hidden, self.model.num_contexts, num_states)
         self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
         self.networks.to(self.model.device)
         self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
@@ -146,7 +149,7 @@ class Learner:
         assert episodes.returns is not None
         measured["return"] = float(episodes.returns.mean())
         try:
-            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
+            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=self.estimator.moments)
         except DegenerateWeightsError as error:
             self._lose_batch(error)
             self.iteration += 1
@@ -175,10 +178,10 @@ class Learner:
         logits, features = unroll(self.acting, batch.episodes, prior)
         if self.trunk is not None:
             features = self.trunk(batch)
-        values, log_contexts = self.critic(features)
+        values, log_contexts, states = self.critic(features)
         log_policy = logits.log_softmax(-1)
         log_probs = log_policy.gather(2, batch.episodes.actions[..., None]).squeeze(2)
-        return Decisions(log_policy, log_probs, values, log_contexts)
+        return Decisions(log_policy, log_probs, values, log_contexts, states)
 
     def _improve(self, batch: Batch, temperature: float) -> dict[str, float]:
         now = self.decide(batch)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
@@ -41,6 +42,18 @@ class Batch:
         """The true contexts, `[B]`."""
         assert self.episodes.contexts is not None
         return self.episodes.contexts
+
+    @property
+    def state_mean(self) -> Tensor | None:
+        """`E[s_t | h_t]`, every number of the state, float64 `[B, T + 1, D]`, if moments are known."""
+        if self.filtering.state_mean is None:
+            return None
+        P = self.log_posterior.exp()[..., None]  # [B, T+1, C, 1]
+        means = [
+            leaf.flatten(3) if leaf.dim() > 3 else leaf[..., None]
+            for _, leaf in leaves(self.filtering.state_mean)
+        ]
+        return (P * torch.cat(means, -1)).sum(2)
 
     def rewards(self, belief: bool) -> Tensor:
         """Rewards `[B, T]`: as they were, or as the agent could expect them to be.

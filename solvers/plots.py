@@ -25,6 +25,7 @@ def plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Tens
         posterior: Over contexts along them, `[B, T + 1, C]`.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     C = model.num_contexts
     figure = Figure(figsize=(3.2 * max(C, 3), 8.0), layout="constrained")
@@ -43,6 +44,9 @@ def plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Tens
         for curve in posterior[mine, :, c].cpu():
             below.plot(curve, color=f"C{c}", alpha=0.5, lw=1)
         below.set(xlabel="time", ylim=(-0.03, 1.03))
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if states.shape[-1] != 2:
+            above.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0, 0].set_ylabel(f"{name}[1]" if states.shape[-1] == 2 else name)
     axes[1, 0].set_ylabel("P(true context | history)")
     return figure
@@ -55,15 +59,9 @@ def _shown(episodes: Episodes) -> tuple[str, Tensor]:
 
 
 def _plot_history(axes: Any, history: xr.Dataset) -> None:
-    shown = [
-        ("return", "return", ("return",)),
-        ("entropy", "H(C|Y) in bits", ("entropy",)),
-        ("temperature", "temperature τ", ("temperature",)),
-    ]
-    for axis, (name, label, names) in zip(axes, shown, strict=True):
-        for variable in names:
-            axis.plot(history["iteration"], history[variable], lw=0.8)
+    shown = {"return": "return", "entropy": "H(C|Y) in bits", "temperature": "temperature τ"}
+    for axis, (name, label) in zip(axes, shown.items(), strict=True):
+        axis.plot(history["iteration"], history[name], lw=0.8)
         axis.set(title=label, xlabel="iteration")
         axis.grid(alpha=0.3)
-        if name == "entropy":
-            axis.set_ylim(bottom=0.0)
+    axes[1].set_ylim(bottom=0.0)

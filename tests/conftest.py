@@ -10,6 +10,8 @@ from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
 
+torch.set_num_threads(1)  # tensors are small here, and threads that wait for each other are slow
+
 MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons)}
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from cpomdp_ppl import Episodes, simulate
-from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import ContextualTiger, LightDark
-from solvers.estimators import ActorCritic, Critic, Decisions, Reinforce
+from solvers.estimators import ActorCritic, Critic, Decisions, Reinforce, standardised
 from solvers.objectives import Batch, Information, Variational, as_objective
 from solvers.policies import LSTMPolicy
 from tests.solvers.exact import tables
@@ -119,7 +119,9 @@ def test_gradients_are_unbiased(tiger, name, baseline, belief):
         # any function of the history will do for a critic: the number of listens so far
         values = 2.0 * (batch.episodes.actions == 0).double().cumsum(1).roll(1, 1)
         values[:, 0] = 0.0
-        before = Decisions(log_policy, log_probs, values, torch.zeros(size, 3, 3)).detached()
+        before = Decisions(
+            log_policy, log_probs, values, torch.zeros(size, 3, 3), torch.zeros(size, 3, 1)
+        ).detached()
         advantages = estimator.advantages(payoffs, before)
         loss = -(advantages * log_probs).sum(1).mean()
         factor = size / (size - 1) if baseline == "mean" else 1.0
@@ -174,6 +176,32 @@ def test_the_variational_payoffs_sum_to_the_printed_loss(tiger):
     torch.testing.assert_close(total, -TEMPERATURE * printed)
 
 
+def test_the_critic_is_told_where_the_agent_is(tiger):
+    """The mean of the door over contexts and doors, by Bayes' rule on everything that can happen."""
+    model, policy = tiger
+    batch = drawn(model, policy, 40, seed=3)
+    t = tables(model)
+    for b in range(40):
+        joint = t.prior[:, None] * t.initial  # [C, S]
+        for step in range(model.horizon + 1):
+            assert float(batch.state_mean[b, step, 0]) == pytest.approx(
+                joint[:, 1].sum() / joint.sum(), abs=1e-6
+            )
+            if step < model.horizon:
+                a = int(batch.episodes.actions[b, step])
+                ears = [int(batch.episodes.observations[ear][b, step]) for ear in ("left_ear", "right_ear")]
+                o = 1 + 2 * ears[0] + ears[1] if a == 0 else 0
+                joint = np.einsum("cs,cst->ct", joint, t.transition[:, a]) * t.observation[:, a, :, o]
+
+
+def test_states_are_measured_in_units_of_their_spread():
+    values = torch.randn(50, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = values * torch.tensor([100.0, 1e-3, 0.0]) + 7.0
+    units = standardised(values)
+    torch.testing.assert_close(units.std((0, 1)), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+    assert float(units.mean((0, 1)).abs().max()) < 1e-9
+
+
 def by_the_book(payoffs, values, trace):
     """Generalised advantages, a loop at a time."""
     B, T = payoffs.shape
@@ -191,13 +219,15 @@ def test_generalised_advantages(trace):
     generator = torch.Generator().manual_seed(0)
     payoffs = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     values = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    before = Decisions(torch.zeros(3, 6, 2), torch.zeros(3, 6), values, torch.zeros(3, 6, 2))
+    before = Decisions(
+        torch.zeros(3, 6, 2), torch.zeros(3, 6), values, torch.zeros(3, 6, 2), torch.zeros(3, 6, 1)
+    )
     advantages = ActorCritic(trace=trace).advantages(payoffs, before)
     torch.testing.assert_close(advantages, by_the_book(payoffs, values, trace))
 
 
 def test_new_units_do_not_change_what_the_critic_says():
-    critic = Critic(5, 2)
+    critic = Critic(5, 2, 1)
     features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
     before = critic(features)[0]
     targets = 300.0 + 40.0 * torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
@@ -214,12 +244,13 @@ def test_clipping_stops_the_gradient_where_the_policy_has_gone_far_enough():
     logits.requires_grad_()
     even = torch.full((4, 1, 2), 0.5)
     none = torch.zeros(4, 1)
-    before = Decisions(even.log(), even.log()[..., 0], none, even.log())
-    now = Decisions(logits.log_softmax(-1), logits.log_softmax(-1)[..., 0], none, even.log())
-    episodes = simulate(LightDark(1), LSTMPolicy(LightDark(1)), 4, seed=0)
-    batch = Batch(episodes, None, None, torch.full((4, 2, 2), 0.5, dtype=torch.float64).log())  # type: ignore[arg-type]
+    before = Decisions(even.log(), even.log()[..., 0], none, even.log(), even)
+    now = Decisions(logits.log_softmax(-1), logits.log_softmax(-1)[..., 0], none, even.log(), even)
+    model = LightDark(1)
+    episodes = simulate(model, LSTMPolicy(model), 4, contexts="balanced", seed=0)
+    batch = Batch.of(episodes, ExtendedKalmanFilter().run(model, episodes), model.prior())
     advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
-    terms = ActorCritic(clip=0.2).terms(batch, advantages, before, now, Critic(1, 2), 0.0)
+    terms = ActorCritic(clip=0.2).terms(batch, advantages, before, now, Critic(1, 2, 1), 0.0)
     (gradient,) = torch.autograd.grad(terms["policy"], logits)
     assert (gradient.abs().sum((1, 2)) > 0).tolist() == [False, True, True, True]
     assert (
