@@ -84,7 +84,7 @@ def fit(
             place. Left out, an `LSTMPolicy` with 64 units.
         estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
             `Reinforce()`, the paper's, for the variational one.
-        iterations: How many batches to play. Left out, 800 for the information objective and 3,000 for the
+        iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
             variational one.
         batch_size: How many episodes in a batch.
         learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
@@ -123,7 +123,7 @@ def fit(
     if learning_rate is None:
         learning_rate = Linear(6e-3, 3e-4) if isinstance(gradient, ActorCritic) else Constant(1e-3)
     if iterations is None:
-        iterations = 3000 if variational else 800
+        iterations = 4000 if variational else 800
     iterations = require_count("iterations", iterations)
     batch_size = require_count("batch_size", batch_size)
     checkpoint_every = require_count("checkpoint_every", checkpoint_every)

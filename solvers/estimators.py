@@ -164,7 +164,7 @@ class Reinforce:
         return {"policy": -(advantages.to(now.log_probs) * now.log_probs).sum(1).mean()}
 
 
-FEWER = Linear(0.3, 0.0, until=0.5)
+FEWER = Linear(0.2, 0.0, until=0.5)
 FADING = Linear(0.1, 0.0)
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.policy import Decision
 
+# Standard deviation of a number that was observed, as a network gets it. With 1, observations drown in the one-hot
+# actions beside them, and the gradient as the paper prints it falls for "always one way" before it hears them.
+SPREAD = 3.0
 CALIBRATION = 256  # episodes of random actions whose observations set the scale of a network's inputs
 
 
@@ -82,7 +85,7 @@ class Encoding(nn.Module):
             if not _is_index(site) and len(seen) > 1:
                 sd = seen.std(0)
                 shift[start:stop] = seen.mean(0)
-                scale[start:stop] = torch.where(sd > 0, sd, 1.0)
+                scale[start:stop] = torch.where(sd > 0, sd / SPREAD, 1.0)
             start = stop
         self.register_buffer("shift", shift.to(model.device))
         self.register_buffer("scale", scale.to(model.device))

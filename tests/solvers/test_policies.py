@@ -75,8 +75,8 @@ def test_inputs_are_what_they_should_be():
     assert torch.equal(inputs[:, 1:, 6:12].sum(-1).bool(), seen)  # a class only where one was seen
     assert torch.equal(inputs[:, 1:, 6:12].argmax(-1)[seen], episodes.observations["face"][:, :-1][seen])
     number = inputs[:, 1:, -1][seen]
-    assert abs(number.mean()) < 0.3
-    assert 0.7 < number.std() < 1.4
+    assert abs(number.mean()) < 0.9
+    assert 2.1 < number.std() < 4.2
 
 
 def test_first_decisions_are_about_even(model):
