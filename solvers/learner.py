@@ -258,7 +258,7 @@ class Learner:
         """Once in a fit."""
         if kind not in self.warned:
             self.warned.add(kind)
-            warnings.warn(message, stacklevel=5)
+            warnings.warn(message, stacklevel=6)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, as tensors and plain numbers."""

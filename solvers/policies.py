@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.policy import Decision
 
-# Standard deviation of a number that was observed, as a network gets it. With 1, observations drown in the one-hot
-# actions beside them, and the gradient as the paper prints it falls for "always one way" before it hears them.
+# Standard deviation of a number that was observed, as a network gets it. With 1, observations drown in the
+# one-hot actions beside them, and the gradient as printed falls for "always one way" before it hears them.
 SPREAD = 3.0
 CALIBRATION = 256  # episodes of random actions whose observations set the scale of a network's inputs
 
