@@ -71,7 +71,7 @@ class Critic(nn.Module):
         """Move the units towards mean and spread of new targets, and keep all values as they are."""
         mean, scale = self.mean.clone(), self.scale.clone()
         self.mean.lerp_(targets.mean().to(mean), weight)
-        self.scale.lerp_(targets.std().clamp(min=1e-6).to(scale), weight)
+        self.scale.lerp_(targets.std(correction=0).clamp(min=1e-6).to(scale), weight)
         self.value.weight.mul_(scale / self.scale)
         self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
 
@@ -82,11 +82,6 @@ class Estimator(Protocol):
     @property
     def epochs(self) -> int:
         """How many gradient steps are taken on a batch."""
-        ...
-
-    @property
-    def moments(self) -> bool:
-        """Whether filtered moments of the state are needed."""
         ...
 
     @property
@@ -144,7 +139,6 @@ class Reinforce:
     max_gradient_norm: float | None = None
     epochs: int = field(default=1, init=False)
     random_actions: float = field(default=0.0, init=False)
-    moments: bool = field(default=False, init=False)
 
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
@@ -175,7 +169,8 @@ class ActorCritic:
     Advantages are generalised ones (GAE), in units of their own spread. Steps after the first on the same
     batch are kept close to the policy that played it by clipping (PPO). The critic reads what the policy's
     own network makes of the history, if it can be had, and teaches that network three things on the
-    way: how much is still to come, which context it is, and what state; for the last two, the filter knows.
+    way: how much is still to come, which context it is, for which the filter's posterior is the answer, and
+    what state, which the simulator knows.
 
     Args:
         epochs: How many gradient steps are taken on a batch.
@@ -212,11 +207,6 @@ class ActorCritic:
         for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 
-    @property
-    def moments(self) -> bool:
-        """For the critic's guess of the state."""
-        return self.state_weight > 0
-
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
         values = before.values.double()  # [B, T]
@@ -239,26 +229,24 @@ class ActorCritic:
     ) -> dict[str, Tensor]:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
         dtype = now.log_probs.dtype
-        A = (advantages / advantages.std().clamp(min=1e-8)).to(dtype)
+        A = (advantages / advantages.std(correction=0).clamp(min=1e-8)).to(dtype)
         ratio = (now.log_probs - before.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
         posterior = batch.log_posterior[:, :-1].exp().to(dtype)
         entropy = -(now.log_policy.exp() * now.log_policy).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(progress)
-        terms = {
+        states = standardised(batch.states[:, :-1]).to(dtype)
+        return {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
             "value": self.value_weight * ((now.values - targets) / critic.scale).square().mean(),
             "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
+            "state": self.state_weight * (now.states - states).square().mean(),
             "exploration": -exploration * entropy.mean(),
         }
-        if batch.state_mean is not None:
-            states = standardised(batch.state_mean[:, :-1]).to(dtype)
-            terms["state"] = self.state_weight * (now.states - states).square().mean()
-        return terms
 
 
 def standardised(values: Tensor) -> Tensor:
     """Numbers `[B, T, D]` in units of their spread over a batch; what does not vary is zero."""
-    sd, mean = torch.std_mean(values, (0, 1))
+    sd, mean = torch.std_mean(values, (0, 1), correction=0)
     return (values - mean) / torch.where(sd > 1e-6, sd, torch.inf)

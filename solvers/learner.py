@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from solvers.objectives import Objective
     from solvers.schedules import Schedule
 
-WIDE = 0.1  # nats between the two estimates of the information at which likelihoods are too poor
-PATIENCE = (
-    20  # batches in a row that may be lost to dead particles; also those that are averaged for a warning
-)
-
-
+WIDE = 0.1  # nats between the two estimates of the information, beyond which likelihoods are too poor
+PATIENCE = 20  # batches that are averaged before a warning, and that may be lost in a row
 DRIFT = 0.02  # how far the critic's units follow those of a batch
 
 
@@ -149,7 +145,7 @@ class Learner:
         assert episodes.returns is not None
         measured["return"] = float(episodes.returns.mean())
         try:
-            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=self.estimator.moments)
+            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
         except DegenerateWeightsError as error:
             self._lose_batch(error)
             self.iteration += 1
@@ -219,11 +215,9 @@ class Learner:
 
     def _information(self, batch: Batch) -> dict[str, float]:
         """Estimates of `I(C; Y)` from both sides, and what they say about the likelihoods."""
-        last = batch.log_posterior[:, -1]  # [B, C]
-        before = batch.prior.log()[batch.contexts]
-        left = entropy(last.exp())  # [B]
+        left = entropy(batch.log_posterior[:, -1].exp())  # [B]
         upper = float((entropy(batch.prior) - left).mean())
-        lower = float((last.gather(1, batch.contexts[:, None]).squeeze(1) - before).mean())
+        lower = float((batch.log_true()[:, -1] - batch.prior[batch.contexts].log()).mean())
         measured = {
             "entropy": float(left.mean()) / math.log(2),
             "information_upper": upper,

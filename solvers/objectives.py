@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference import Filtering
 
 
+MIXED = 1e-3  # of the prior in a posterior; no more than this many nats of information are given away
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Episodes played by a policy, and what a filter makes of them.
@@ -44,16 +47,22 @@ class Batch:
         return self.episodes.contexts
 
     @property
-    def state_mean(self) -> Tensor | None:
-        """`E[s_t | h_t]`, every number of the state, float64 `[B, T + 1, D]`, if moments are known."""
-        if self.filtering.state_mean is None:
-            return None
-        P = self.log_posterior.exp()[..., None]  # [B, T+1, C, 1]
-        means = [
-            leaf.flatten(3) if leaf.dim() > 3 else leaf[..., None]
-            for _, leaf in leaves(self.filtering.state_mean)
-        ]
-        return (P * torch.cat(means, -1)).sum(2)
+    def states(self) -> Tensor:
+        """Every number of the true states, `[B, T + 1, D]`."""
+        B, steps = len(self.episodes), self.episodes.horizon + 1
+        parts = [leaf.reshape(B, steps, -1).double() for _, leaf in leaves(self.episodes.states)]
+        return torch.cat(parts, -1)
+
+    def log_true(self, mixed: float = MIXED) -> Tensor:
+        """`log Q(c | h_t)` of the true context, `[B, T + 1]`.
+
+        Q is the filter's posterior with a little of the prior mixed in, so that it is finite where a noisy
+        filter holds the true context impossible. Less the prior's, its mean is a lower bound on the
+        information, as that of any distribution is.
+        """
+        c = self.contexts[:, None, None].expand(-1, self.log_posterior.shape[1], 1)
+        p = self.log_posterior.gather(2, c).squeeze(2).exp()
+        return ((1 - mixed) * p + mixed * self.prior[self.contexts][:, None]).log()
 
     def rewards(self, belief: bool) -> Tensor:
         """Rewards `[B, T]`: as they were, or as the agent could expect them to be.
@@ -86,9 +95,8 @@ class Information:
     """Equation 5: `E[R] + τ I(C; Y)`, with the information as a reward for every step.
 
     The step's information is `log Q(c|h_{t+1}) − log Q(c|h_t)` of the true context, which sums to
-    `log Q(c|y) − log Q(c|h_0)`; its mean is a lower bound on the information for any distribution Q. Q is the
-    filter's posterior with a little of the prior mixed in, so that a context that a noisy filter holds
-    impossible costs something finite.
+    `log Q(c|y) − log Q(c|h_0)`, a lower bound on the information in the mean. Q is the filter's posterior
+    with a little of the prior mixed in.
 
     Args:
         belief_rewards: Whether to use the rewards that the filter expects in place of those that were drawn.
@@ -96,7 +104,7 @@ class Information:
     """
 
     belief_rewards: bool = True
-    mixed: float = 1e-3
+    mixed: float = MIXED
 
     def __post_init__(self) -> None:
         require(0 < self.mixed < 1, "mixed", self.mixed, "between 0 and 1")
@@ -107,10 +115,7 @@ class Information:
 
     def information(self, batch: Batch) -> Tensor:
         """What each step told about the true context, in nats, `[B, T]`."""
-        c = batch.contexts[:, None, None].expand(-1, batch.log_posterior.shape[1], 1)
-        p = batch.log_posterior.gather(2, c).squeeze(2).exp()  # [B, T+1]
-        prior = batch.prior[batch.contexts][:, None]
-        return ((1 - self.mixed) * p + self.mixed * prior).log().diff(dim=1)
+        return batch.log_true(self.mixed).diff(dim=1)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,19 @@ def test_the_variational_objective_learns_too():
     assert solution.evaluate(2000).returns.mean > random_value(tables(model), model.horizon) + 3.0
 
 
+def test_one_episode_of_one_step_is_enough_not_to_fail():
+    solution = cids.fit(
+        LineGrid(horizon=1), likelihood="exact", iterations=3, batch_size=1, seed=0, progress=False
+    )
+    assert bool(np.isfinite(solution.history["gradient_norm"]).all())
+
+
+def test_contexts_that_are_ruled_out_beforehand():
+    solution = cids.fit(ContextualTiger(), **SHORT, prior=[0.5, 0.0, 0.5])
+    assert bool(np.isfinite(solution.history["information_lower"]).all())
+    assert solution.evaluate(50).returns_by_context.keys() == {"both sharp", "right dull"}
+
+
 def test_every_model_can_be_fitted_with_defaults(model):
     solution = cids.fit(model, iterations=2, batch_size=10, seed=0, progress=False)
     assert solution.finished
