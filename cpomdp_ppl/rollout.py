@@ -58,7 +58,7 @@ def rollout(
     if model.initial_observation:
         with Recorded(0) as seen:
             model.observation(state, None, c)
-        percept = _percept(sig, seen, None, S)
+        percept = percept_of(sig, seen, None, S)
 
     history = History((percept,))
     with private:
@@ -73,7 +73,7 @@ def rollout(
         with Recorded(t + 1) as seen:
             model.observation(state, a, c)
         states.append(state)
-        history = history.extended(_percept(sig, seen, _by_episode(a, S, own).reshape(B), S))
+        history = history.extended(percept_of(sig, seen, by_episode(a, S, own).reshape(B), S))
 
     path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
     return Episodes(
@@ -106,7 +106,8 @@ def blind(sig: Signature, B: int, device: torch.device) -> Percept:
     )
 
 
-def _percept(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.Size) -> Percept:
+def percept_of(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.Size) -> Percept:
+    """What was seen, from the sites that an `observation` program visited in a batch of shape `S`."""
     if seen.sites.keys() != sig.observations.keys():
         fault = f"observation: has the sites {list(seen.sites)}, but {list(sig.observations)} for action 0"
         raise ModelError(sig.model, [fault])
@@ -117,8 +118,8 @@ def _percept(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.Siz
         mask = mask_of(site)
         if not isinstance(mask, Tensor):
             mask = torch.as_tensor(mask, device=value.device)
-        flags = _by_episode(mask, S, spec.plates)
-        observations[name] = filled(_by_episode(value, S, spec.shape), flags)
+        flags = by_episode(mask, S, spec.plates)
+        observations[name] = filled(by_episode(value, S, spec.shape), flags)
         observed[name] = flags
     return Percept(action, observations, observed)
 
@@ -133,19 +134,19 @@ def _rewards(model: CPOMDP, path: Any, actions: Tensor, c: Tensor) -> Tensor:
     a = actions.T.reshape(T, *c.shape).split(at_once)
     states = [map_state(lambda leaf, t=t: leaf[t : min(t + at_once, T)], path) for t in range(0, T, at_once)]
     rewards = [
-        _as_reward(model.reward(s, a_s, c[None])).expand(a_s.shape) for s, a_s in zip(states, a, strict=True)
+        as_reward(model.reward(s, a_s, c[None])).expand(a_s.shape) for s, a_s in zip(states, a, strict=True)
     ]
     return torch.cat(rewards).reshape(T, B).T
 
 
-def _by_episode(tensor: Tensor, S: torch.Size, shape: tuple[int, ...]) -> Tensor:
+def by_episode(tensor: Tensor, S: torch.Size, shape: tuple[int, ...]) -> Tensor:
     """Broadcast to `[B, *shape]`; constants, and values given by `pyro.condition`, may have fewer axes."""
     if tensor.shape != S + shape:
         tensor = tensor.expand(S + shape)
     return tensor if S else tensor[None]
 
 
-def _as_reward(reward: Tensor | float) -> Tensor:
+def as_reward(reward: Tensor | float) -> Tensor:
     """A reward as a real number: programs may well return a comparison, or a constant."""
     if isinstance(reward, Tensor) and reward.is_floating_point():
         return reward

@@ -1,0 +1,89 @@
+"""A model as a planner wants it: one step at a time, from any state, many side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.errors import require_model
+from cpomdp_ppl.handlers import Batched, Recorded
+from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
+from cpomdp_ppl.signature import read_signature
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.state import State
+
+
+@dataclass(frozen=True)
+class Step:
+    """What N independent steps led to.
+
+    Attributes:
+        state: `s_{t+1}`, leaves `[N, …]`.
+        percept: The actions, and what was seen after them.
+        reward: `r_c(s_t, a_t)`, `[N]`.
+    """
+
+    state: State
+    percept: Percept
+    reward: Tensor
+
+
+class Generative:
+    """The programs of a model on N states at once, each with a context and an action of its own.
+
+    To be made and used inside `cpomdp_ppl.inference.backend.inferring`, which sees to seeds and gradients.
+
+    Args:
+        model: The CPOMDP.
+
+    Example:
+        >>> import torch
+        >>> from cpomdp_ppl.inference.backend import inferring
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> with inferring(model, seed=0):
+        ...     programs = Generative(model)
+        ...     contexts = torch.tensor([0, 1, 1])
+        ...     step = programs.step(programs.initial(contexts), torch.tensor([0, 1, 2]), contexts)
+        >>> step.reward.shape, step.percept.observed["z"]
+        (torch.Size([3]), tensor([False, False,  True]))
+    """
+
+    def __init__(self, model: CPOMDP) -> None:
+        require_model(model)
+        self.model = model
+        self.signature = read_signature(model)
+        self._own = (1,) * model.max_plate_nesting
+
+    def initial(self, context: Tensor) -> State:
+        """Draw first states in contexts `[N]`."""
+        with self._batched(context):
+            return self.signature.broadcast(self.model.initial(self._column(context)), context.shape)
+
+    def look(self, state: Any, context: Tensor) -> Percept:
+        """Draw what is seen before the first action, in models that have an initial observation."""
+        with self._batched(context), Recorded() as seen:
+            self.model.observation(state, None, self._column(context))
+        return percept_of(self.signature, seen, None, context.shape)
+
+    def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
+        """Draw the consequences of actions `[N]` in states with leaves `[N, …]` and contexts `[N]`."""
+        S, a, c = context.shape, self._column(action), self._column(context)
+        with self._batched(context):
+            reward = by_episode(as_reward(self.model.reward(state, a, c)), S, self._own).reshape(S)
+            after = self.signature.broadcast(self.model.transition(state, a, c), S)
+            with Recorded() as seen:
+                self.model.observation(after, a, c)
+        return Step(after, percept_of(self.signature, seen, action, S), reward)
+
+    def _batched(self, context: Tensor) -> Batched:
+        return Batched(tuple(context.shape), self.model.max_plate_nesting)
+
+    def _column(self, index: Tensor) -> Tensor:
+        """Indices `[N]` with room for the programs' own plates."""
+        return index.reshape(index.shape + self._own)

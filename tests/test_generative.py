@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpomdp_ppl import simulate
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.state import leaves
+from tests.conftest import assert_mean, fixed_actions
+from tests.programs import EyesOpen, Plates
+
+
+def by_hand(model, actions, contexts, seed):
+    """Episodes by single steps: rewards `[B, T]`, last states, flags and values at the last step."""
+    with inferring(model, seed):
+        programs = Generative(model)
+        state, rewards = programs.initial(contexts), []
+        for a in actions:
+            step = programs.step(state, torch.full_like(contexts, a), contexts)
+            state = step.state
+            rewards.append(step.reward)
+    return torch.stack(rewards, 1), state, step.percept
+
+
+def test_steps_are_distributed_like_episodes(model):
+    """Means of returns, of every number in the last state, and of what is seen; 4.5 standard errors."""
+    B, T = 3000, 4
+    actions = [i % model.num_actions for i in range(T - 1)] + [model.num_actions - 1]
+    model.horizon = T
+    contexts = torch.arange(B) % model.num_contexts
+    episodes = simulate(model, fixed_actions(*actions), B, contexts="balanced", seed=0)
+    rewards, state, percept = by_hand(model, actions, contexts, seed=1)
+
+    def same_mean(ours, theirs, what):
+        spread = float((ours.double().var() + theirs.double().var()).sqrt())
+        assert_mean(ours, float(theirs.double().mean()), what, sd=max(spread, 1e-9))
+
+    same_mean(rewards.sum(1), episodes.returns, "return")
+    for (name, ours), (_, theirs) in zip(leaves(state), leaves(episodes.states), strict=True):
+        for k in range(ours[0].numel()):
+            same_mean(ours.reshape(B, -1)[:, k], theirs[:, -1].reshape(B, -1)[:, k], name)
+    for site, flags in percept.observed.items():
+        assert torch.equal(flags, episodes.observed[site][:, -1])
+        same_mean(percept.observations[site].float(), episodes.observations[site][:, -1].float(), site)
+
+
+@pytest.mark.parametrize("program", [Plates, EyesOpen])
+def test_shapes_with_plates_and_initial_observations(program):
+    model = program()
+    episodes = simulate(model, fixed_actions(*[0] * model.horizon), 6, seed=0)
+    contexts = torch.zeros(6, dtype=torch.long)
+    rewards, state, percept = by_hand(model, [0], contexts, seed=0)
+    assert rewards.shape == (6, 1)
+    for (_, ours), (_, theirs) in zip(leaves(state), leaves(episodes.states), strict=True):
+        assert ours.shape == theirs[:, 0].shape
+    for site, values in percept.observations.items():
+        assert values.shape == episodes.observations[site][:, 0].shape
+        assert percept.observed[site].shape == episodes.observed[site][:, 0].shape
+    if model.initial_observation:
+        with inferring(model, 0):
+            programs = Generative(model)
+            first = programs.look(programs.initial(contexts), contexts)
+        assert first.action is None
+        assert first.observed.keys() == episodes.initially_observed.keys()
+
+
+def test_each_step_has_its_own_action_and_context():
+    from cpomdp_ppl.models import LineGrid
+
+    model = LineGrid()
+    with inferring(model, 0):
+        programs = Generative(model)
+        state = torch.tensor([3, 3, 3, 0, 0])
+        step = programs.step(state, torch.tensor([0, 1, 2, 0, 0]), torch.tensor([0, 0, 0, 0, 1]))
+    assert step.state.tolist() == [2, 4, 3, 7, 7]
+    assert step.reward.tolist() == [0.0, 0.0, 0.0, 20.0, -40.0]
+    assert step.percept.observed["side"].tolist() == [False, False, True, False, False]
