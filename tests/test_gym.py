@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pyro
@@ -307,6 +309,18 @@ def test_what_info_holds(model):
     assert all(isinstance(state, np.ndarray) for state in states)
 
 
+def test_what_was_handed_out_belongs_to_the_caller():
+    class Still(Walk):
+        def transition(self, state, action, context):
+            return state
+
+    env = CPOMDPEnv(Still(), seed=0)
+    info = env.reset()[1]
+    position = info["state"].copy()
+    info["state"][...] = 99.0
+    assert env.step(0)[-1]["state"] == position
+
+
 def test_bad_arguments():
     env = CPOMDPEnv(LightDark(2), seed=0)
     with pytest.raises(ResetNeeded, match="call reset"):
@@ -415,3 +429,25 @@ def test_gymnasiums_wrappers_around_a_batch():
     np.testing.assert_allclose(calls[-1][-1]["episode"]["r"], returns)
     _, infos = DictInfoToList(CPOMDPVectorEnv(Beacons(), 2)).reset(seed=0)
     assert infos[1]["state"]["position"].shape == (2,)
+
+
+def test_the_recurrent_ppo_example():
+    """Its policy decides, in batch and through `simulate`, as the library that trained it does."""
+    pytest.importorskip("sb3_contrib")
+    model = LineGrid()
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"))
+    learner = example["train"](model, 1, seed=0)  # that is, one batch
+    seen = []
+
+    class Watched(example["Recurrent"]):
+        def act(self, history, memory):
+            decision, memory = super().act(history, memory)
+            seen.append((self.encoding.encode(history.latest, history.time), decision.logits.argmax(-1)))
+            return decision, memory
+
+    simulate(model, Watched(model, learner), 50, seed=0)
+    state, starts = None, np.ones(50, bool)
+    for observations, likeliest in seen:
+        actions, state = learner.predict(observations, state, starts, deterministic=True)
+        assert actions.tolist() == likeliest.tolist()
+        starts = np.zeros(50, bool)
