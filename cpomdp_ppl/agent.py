@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 
 from cpomdp_ppl.errors import rejected, require, require_model
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.isolation import RandomStream
 from cpomdp_ppl.policy import History, as_policy
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class Agent:
         self.model = model
         self.policy = as_policy(policy)
         self.greedy = greedy
-        self._seed = secrets.randbits(32) if seed is None else seed
-        self.filter: OnlineFilter = as_backend(likelihood).online(model, prior=prior, seed=self._seed)
-        with isolated(self._seed), torch.no_grad():
+        number = secrets.randbits(32) if seed is None else seed
+        self.filter: OnlineFilter = as_backend(likelihood).online(model, prior=prior, seed=number)
+        self._stream = RandomStream(number)
+        with self._stream, torch.no_grad():
             self._memory = self.policy.start(self.filter.prior.to(model.prior()))
         self._history: History | None = None
         self._pending: int | None = None
@@ -100,8 +101,7 @@ class Agent:
             raise RuntimeError(f"call observe() with what was seen after '{name}' before acting again")
         if self.time >= self.model.horizon:
             raise RuntimeError(f"the episode is over after {self.model.horizon} steps")
-        # A seed for every step, so that nothing of the generator needs to be kept in between.
-        with isolated((self._seed + 1 + self.time) % 2**32), torch.no_grad(), self.model.running():
+        with self._stream, torch.no_grad(), self.model.running():
             decision, self._memory = self.policy.act(history, self._memory)
             if isinstance(decision, Categorical):
                 decision = decision.logits.argmax(-1) if self.greedy else decision.sample()
@@ -117,7 +117,7 @@ class Agent:
 
         Args:
             observations: By site.
-            action: What was really done, if it was not what `act` said.
+            action: What was really done, if it was not what `act` said, or if nobody asked.
 
         Raises:
             ValueError: If this cannot be a step of the model.
@@ -127,11 +127,13 @@ class Agent:
             self.filter.observe(None, observations)
             self._history = History((self.filter.latest,))
             return
-        done = self._pending if action is None else action
-        if done is None:
-            raise RuntimeError("call act() first, or say which action was taken")
         if self.time >= self.model.horizon:
             raise rejected("observations", observations, f"no more than {self.model.horizon} steps")
+        if self._pending is None:
+            if action is None:
+                raise RuntimeError("call act() first, or say which action was taken")
+            self.act()  # for the policy's memory, which has every step pass through it
+        done = self._pending if action is None else action
         self.filter.observe(done, observations)
         self._history = self._history.extended(self.filter.latest)
         self._pending = None

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy, stratified
-from cpomdp_ppl.errors import UnsupportedModelError, require_count, require_model
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.isolation import RandomStream
+from cpomdp_ppl.policy import RandomPolicy, as_policy
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -71,6 +78,8 @@ class Evaluation:
         identified: How often the likeliest context at the end is the true one.
         regret: How far the return is from what an agent earns that is told the context, if the model knows
             that (see `CPOMDP.context_known_return`).
+        seconds_per_decision: Time that the policy took for one action of one episode, in the batches that
+            were played.
         likelihood: Name of the backend behind the posteriors.
     """
 
@@ -79,6 +88,7 @@ class Evaluation:
     entropy: Mean
     identified: float
     regret: Mean | None
+    seconds_per_decision: float
     likelihood: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,9 +115,15 @@ def evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
+    batch_size: int = 4000,
+    workers: int = 1,
+    progress: bool = False,
     seed: int | None = 0,
 ) -> Evaluation:
-    """Play a policy, and take stock. The same seed gives every policy the same contexts and first states.
+    """Play a policy, and take stock.
+
+    The same seed gives every policy the same contexts, first states and noise of the world, whatever random
+    numbers the policy itself draws: differences between policies are less noisy than either's return.
 
     Args:
         model: The CPOMDP.
@@ -116,6 +132,10 @@ def evaluate(
         likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact that
             serves the model: exact operators, a grid for one-dimensional states, or 1,024 particles.
         prior: Over contexts, `[C]`; the model's if left out.
+        batch_size: How many episodes are played side by side.
+        workers: In how many processes batches are played, for planners that take their time; more than one
+            needs the extra `parallel`. It makes no difference to the result.
+        progress: Whether to show a progress bar, by batches.
         seed: Of everything random; None takes fresh entropy.
 
     Example:
@@ -127,16 +147,24 @@ def evaluate(
     """
     require_model(model)
     B = require_count("num_episodes", num_episodes)
-    p = as_prior(model.prior() if prior is None else prior, model.num_contexts, B)
-    contexts = stratified(p, B) if p.dim() == 1 else None
-    episodes = simulate(model, policy, B, contexts=contexts, prior=p, seed=seed)
-    assert episodes.contexts is not None
-    assert episodes.returns is not None
+    size = require_count("batch_size", batch_size)
+    require_count("workers", workers)
+    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
+    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
     backend = most_exact(model) if likelihood is None else as_backend(likelihood)
-    filtering = backend.run(model, episodes, seed=seed, moments=False)
-    last = filtering.posterior(p.to(model.device))[:, -1]  # [B, C]
+    root = np.random.SeedSequence(seed)
+    parts = -(-B // size)
+    contexts = stratified(p, B)
+    tasks = [
+        (model, as_policy(policy), contexts[k::parts], p, backend, [int(word) for word in words])
+        for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
+    ]
+    outcomes = list(tqdm(_each(tasks, workers), total=parts, disable=not progress, desc="episodes"))
+    c, returns, last = (
+        torch.cat(series) for series in zip(*[outcome[:3] for outcome in outcomes], strict=True)
+    )
+    seconds = sum(outcome[3] for outcome in outcomes)
 
-    c, returns = episodes.contexts, episodes.returns.double()
     best = model.context_known_return()
     return Evaluation(
         returns=Mean.of(returns, c),
@@ -148,8 +176,142 @@ def evaluate(
         entropy=Mean.of(entropy(last, "bits")),
         identified=float((last.argmax(1) == c).double().mean()),
         regret=None if best is None else Mean.of(best.to(returns)[c] - returns, c),
+        seconds_per_decision=seconds / (B * model.horizon),
         likelihood=backend.name,
     )
+
+
+Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor, Backend, list[int]]"
+Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
+"""Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
+
+
+def _each(tasks: list[Task], workers: int) -> Iterable[Outcome]:
+    if workers == 1:
+        return map(_play, tasks)
+    from joblib import Parallel, delayed  # type: ignore[import-untyped]
+
+    played: Iterable[Outcome] = Parallel(n_jobs=workers, return_as="generator")(
+        delayed(_play_alone)(task) for task in tasks
+    )
+    return played
+
+
+def _play_alone(task: Task) -> Outcome:
+    torch.set_num_threads(1)  # the other processes have the other cores
+    return _play(task)
+
+
+def _play(task: Task) -> Outcome:
+    model, policy, contexts, prior, backend, seeds = task
+    watched = Watched(policy, seeds[1])
+    episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=prior, seed=seeds[0])
+    filtering = backend.run(model, episodes, seed=seeds[2], moments=False)
+    assert episodes.contexts is not None
+    assert episodes.returns is not None
+    last = filtering.posterior(prior.to(model.device))[:, -1]  # [B, C]
+    return episodes.contexts, episodes.returns.double(), last, watched.seconds
+
+
+class Watched:
+    """A policy with random numbers of its own, and a clock.
+
+    Args:
+        policy: Who decides.
+        seed: Of its random numbers.
+
+    Attributes:
+        seconds: How long it has thought.
+    """
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self.policy = policy
+        self.stream = RandomStream(seed)
+        self.seconds = 0.0
+
+    def start(self, prior: Tensor) -> Any:
+        """The policy's own memory."""
+        with self.stream:
+            return self.policy.start(prior)
+
+    def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
+        """The policy's decision, with the actions drawn."""
+        began = time.perf_counter()
+        with self.stream:
+            decision, memory = self.policy.act(history, memory)
+            if isinstance(decision, torch.distributions.Categorical):
+                decision = decision.sample()
+        self.seconds += time.perf_counter() - began
+        return decision, memory
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several policies on the same episodes.
+
+    Attributes:
+        evaluations: By name of the policy.
+        training_seconds: How long a policy took to learn, by name, where that is known.
+    """
+
+    evaluations: Mapping[str, Evaluation]
+    training_seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """A Markdown table."""
+        head = ["policy", "episodes", "return ± s.e.", "s.d.", "H(C\\|Y) bits", "identified", "regret"]
+        head += ["ms a decision", "training, s"]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name, e in self.evaluations.items():
+            cells = [
+                name,
+                f"{e.returns.num_episodes:,}",
+                f"{e.returns.mean:.3f} ± {e.returns.standard_error:.3f}",
+                f"{e.returns.deviation:.2f}",
+                f"{e.entropy.mean:.3f}",
+                f"{100 * e.identified:.1f} %",
+                "–" if e.regret is None else f"{e.regret.mean:.2f}",
+                f"{1e3 * e.seconds_per_decision:.3g}",
+                f"{self.training_seconds[name]:.0f}" if name in self.training_seconds else "–",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, to be written as JSON."""
+        return asdict(self)
+
+
+def compare(
+    model: CPOMDP,
+    policies: Mapping[str, Policy | Callable[[History], Decision]],
+    num_episodes: int | Mapping[str, int] = 4000,
+    *,
+    training_seconds: Mapping[str, float] | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Evaluate several policies on the same contexts, first states and noise, into one table.
+
+    Args:
+        model: The CPOMDP.
+        policies: By name.
+        num_episodes: For all, or by name: planners may be too slow for as many as learned policies get.
+        training_seconds: How long policies took to learn, by name, for the table.
+        settings: As for `evaluate`.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> table = compare(LineGrid(), {"random": RandomPolicy(3)}, 50)
+        >>> table.evaluations["random"].returns.num_episodes
+        50
+    """
+    require(isinstance(policies, Mapping) and len(policies) > 0, "policies", policies, "policies by name")
+    evaluations = {}
+    for name, policy in policies.items():
+        many = num_episodes[name] if isinstance(num_episodes, Mapping) else num_episodes
+        evaluations[name] = evaluate(model, policy, many, **settings)
+    return Comparison(evaluations, dict(training_seconds or {}))
 
 
 def most_exact(model: CPOMDP) -> Backend:
@@ -161,11 +323,11 @@ def most_exact(model: CPOMDP) -> Backend:
     sizes = [leaf.shape.numel() for _, leaf in leaves(signature(model).state)]
     candidates: list[Backend] = [ObservableOperator()] if model.states is not None else []
     candidates += [GridFilter()] if sum(sizes) == 1 else []
+    episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
     for backend in candidates:
         try:
-            with inferring(model, 0):
-                backend.recursion(model)
-        except UnsupportedModelError:
+            backend.run(model, episodes, seed=0)
+        except (UnsupportedModelError, DensityError):
             continue
         return backend
     return ParticleFilter(num_particles=1024)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import secrets
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from cpomdp_ppl.errors import require
+from cpomdp_ppl import CPOMDP
+from cpomdp_ppl.errors import rejected, require
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from cpomdp_ppl import CPOMDP
 
 
 class CheckpointError(ValueError):
@@ -26,7 +29,6 @@ class CheckpointError(ValueError):
 
 def write(path: Path, save: Callable[[Path], None]) -> None:
     """Write a file at once or not at all: whoever reads it meanwhile, or after a crash, finds a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         save(beside)
@@ -48,12 +50,14 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is something else, or damaged.
     """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise
     except Exception as error:  # torch, pickle and zipfile raise all kinds
-        raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
+        raise CheckpointError(
+            f"{path} holds something else than weights and numbers, or is damaged"
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, but expected a dict")
     return content
@@ -84,16 +88,40 @@ def load_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def plain(**content: Any) -> dict[str, Any]:
+    """Numbers and words as a JSON file would have them: tuples become lists, and NumPy's numbers Python's."""
+    result: dict[str, Any] = json.loads(json.dumps(content, default=described))
+    return result
+
+
+def described(part: Any) -> Any:
+    """Anything in numbers and words that tell it from others of its kind, the same in every process."""
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, Tensor | np.ndarray | np.generic):
+        return part.tolist()
+    if isinstance(part, list | tuple):
+        return [described(each) for each in part]
+    if isinstance(part, dict):
+        return {str(name): described(each) for name, each in part.items()}
+    kind = getattr(part, "__qualname__", type(part).__qualname__)
+    if is_dataclass(part):
+        return {"": kind, **{f.name: described(getattr(part, f.name)) for f in fields(part)}}
+    if inspect.isfunction(part):
+        try:  # a schedule, perhaps
+            return [kind, *[float(part(progress)) for progress in (0.0, 0.25, 0.5, 0.75, 1.0)]]
+        except Exception:  # nobody knows what it takes
+            return kind
+    return kind
+
+
 def description(model: CPOMDP) -> dict[str, Any]:
-    """What tells a model from others, as plain numbers and words: its interface and its constants."""
+    """What tells a model from others: its interface, and those constants that are numbers and words."""
     sites = signature(model)
-    constants = {
-        name: value
-        for name, value in sorted(vars(model).items())
-        if isinstance(value, bool | int | float | str) and not name.startswith("_") and name != "training"
-    }
-    with torch.no_grad():
-        tensors = {name: tensor.double().flatten().tolist() for name, tensor in model.state_dict().items()}
+    kinds = (bool, int, float, str, list, tuple, Tensor, np.ndarray, np.generic)
+    classes = [kind for kind in type(model).__mro__ if issubclass(kind, CPOMDP) and kind is not CPOMDP]
+    spaces = [*map(vars, reversed(classes)), vars(model)]  # what comes later overrides what comes before
+    attributes = {name: value for space in spaces for name, value in space.items()}
     return {
         "model": type(model).__name__,
         "contexts": list(model.context_names),
@@ -101,8 +129,12 @@ def description(model: CPOMDP) -> dict[str, Any]:
         "horizon": model.horizon,
         "state": {name: list(leaf.shape) for name, leaf in leaves(sites.state)},
         "observations": {name: list(site.shape) for name, site in sites.observations.items()},
-        "constants": constants,
-        "tensors": tensors,
+        "constants": {
+            name: described(value)
+            for name, value in sorted(attributes.items())
+            if isinstance(value, kinds) and not name.startswith("_") and name != "training"
+        },
+        "tensors": {name: described(tensor.detach()) for name, tensor in model.state_dict().items()},
     }
 
 
@@ -112,9 +144,10 @@ def require_equal(path: Path, found: Mapping[str, Any], expected: Mapping[str, A
     Raises:
         CheckpointError: Naming the setting.
     """
-    expected = json.loads(json.dumps(expected))  # tuples become lists, as in the file
     for name in sorted({*found, *expected}):
-        if found.get(name) != expected.get(name):
+        # As text, in which NaN is NaN.
+        one, other = (json.dumps(plain(value=s.get(name)), sort_keys=True) for s in (found, expected))
+        if one != other:
             raise CheckpointError(
                 f"{path} was made with {name} = {found.get(name)!r}, but expected {expected.get(name)!r}; "
                 "use another directory, or the same settings"
@@ -125,5 +158,21 @@ def as_directory(argument: str, directory: str | os.PathLike[str]) -> Path:
     """A path that is a directory, or may become one."""
     require(isinstance(directory, str | os.PathLike), argument, directory, "a path")
     path = Path(directory)
-    require(path.is_dir() or not path.exists(), argument, str(directory), "a directory, or a name for one")
+    try:
+        free = path.is_dir() or not path.exists()
+    except OSError:
+        free = False
+    require(free, argument, str(directory), "a directory, or a name for one")
+    return path
+
+
+def made_directory(argument: str, directory: str | os.PathLike[str]) -> Path:
+    """A directory that is there, made if need be."""
+    path = as_directory(argument, directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise rejected(
+            argument, str(directory), f"a directory that can be made ({error.strerror})"
+        ) from error
     return path

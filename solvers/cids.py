@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +19,16 @@ from cpomdp_ppl.policy import Policy
 from solvers.checkpoint import (
     CheckpointError,
     as_directory,
+    described,
     description,
     load_json,
     load_tensors,
+    made_directory,
+    plain,
     require_equal,
     save_tensors,
 )
-from solvers.estimators import ActorCritic, Reinforce
+from solvers.estimators import ActorCritic, Reinforce, as_estimator
 from solvers.learner import Learner, policy_weights
 from solvers.objectives import Variational, as_objective
 from solvers.policies import LSTMPolicy
@@ -97,8 +99,8 @@ def fit(
         callbacks: Called after every iteration with `(iteration, measured, policy)`.
 
     Returns:
-        The policy that did best over a window of iterations, judged by the objective at the last temperature,
-        with the history of the fit.
+        The policy that did best over a window of iterations, judged by return plus information at the last
+        temperature, with the history of the fit.
 
     Raises:
         ValueError: On arguments that make no sense.
@@ -117,7 +119,7 @@ def fit(
     backend = as_backend(likelihood)
     variational = isinstance(goal, Variational)
     default: Estimator = Reinforce() if variational else ActorCritic()
-    gradient = default if estimator is None else estimator
+    gradient = default if estimator is None else as_estimator(estimator)
     if temperature is None:
         temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
     if learning_rate is None:
@@ -131,9 +133,9 @@ def fit(
     rate = as_schedule("learning_rate", learning_rate, positive=True)
     p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
     require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
-    for callback in callbacks:
-        require(callable(callback), "callbacks", callback, "functions of iteration, measurements and policy")
-    directory = None if checkpoint is None else as_directory("checkpoint", checkpoint)
+    sequence = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
+    require(sequence, "callbacks", callbacks, "a sequence of functions of iteration, measurements and policy")
+    directory = None if checkpoint is None else made_directory("checkpoint", checkpoint)
     saved = None if directory is None else _saved(directory, model)
 
     if seed is None:
@@ -145,24 +147,28 @@ def fit(
     learner = Learner(
         model, net, backend, goal, gradient, p.to(model.device), tau, rate, iterations, batch_size, number
     )
-    settings = {
+    settings = plain(
         **description(model),
-        "likelihood": repr(backend),
-        "objective": _described(goal),
-        "estimator": _described(gradient),
-        "policy": [[name, list(weight.shape)] for name, weight in net.state_dict().items()],
-        "prior": p.tolist(),
-        "temperature": _values(tau),
-        "learning_rate": _values(rate),
-        "iterations": iterations,
-        "batch_size": batch_size,
-        "seed": number,
-    }
+        likelihood=described(backend),
+        objective=described(goal),
+        estimator=described(gradient),
+        policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
+        prior=p.tolist(),
+        temperature=described(tau),
+        learning_rate=described(rate),
+        iterations=iterations,
+        batch_size=batch_size,
+        seed=number,
+    )
     fitting = Fitting(learner)
     if directory is not None and saved is not None:
         require_equal(directory / CHECKPOINT, saved["settings"], settings)
-        fitting.load_state_dict(saved)
+        try:
+            fitting.load_state_dict(saved)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{directory / CHECKPOINT} is damaged: {error}") from error
 
+    net.train()
     bar = tqdm(
         total=iterations, initial=learner.iteration, disable=not progress, desc="C-IDS", mininterval=0.5
     )
@@ -180,6 +186,7 @@ def fit(
         bar.write(f"stopped after {learner.iteration} of {iterations} iterations; this is the best so far")
     finally:
         bar.close()
+    net.eval()
     finished = learner.iteration == iterations
     return Solution(model, fitting.best_policy(), p.to(model.device), fitting.history(), settings, finished)
 
@@ -208,7 +215,7 @@ class Fitting:
     def _compare(self) -> None:
         """Keep the policy unless an earlier one was better beyond doubt: steps get smaller.
 
-        The measure is the objective at the last temperature, which stays while the temperature falls.
+        The measure is return plus information at the last temperature, which stays while τ falls.
         """
         tau = self.learner.temperature(1.0)
         window = [each for each in self.measured[-WINDOW:] if "entropy" in each]
@@ -280,11 +287,11 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     path = as_directory("directory", directory)
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
     content = load_json(path / SETTINGS)
-    try:
-        settings, p, columns = content["settings"], content["prior"], content["history"]
-        hidden, finished = content["hidden"], bool(content["finished"])
-    except KeyError as error:
-        raise CheckpointError(f"{path / SETTINGS} has no {error}") from error
+    kinds = {"settings": dict, "prior": list, "history": dict, "hidden": int | None, "finished": bool}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name, ...), kind):
+            raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
+    settings, hidden = content["settings"], content["hidden"]
     expected = description(model)
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     if policy is None and hidden is None:
@@ -295,8 +302,9 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
         net.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{path / WEIGHTS} does not fit the policy: {error}") from error
-    prior = as_prior(p, model.num_contexts, 1).to(model.device)
-    return Solution(model, net, prior, as_history(columns), settings, finished)
+    net.eval()
+    prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
+    return Solution(model, net, prior, as_history(content["history"]), settings, content["finished"])
 
 
 def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:
@@ -317,16 +325,6 @@ def _as_module(policy: Any) -> Any:
         any(w.requires_grad for w in policy.parameters()), "policy", policy, "something with weights to learn"
     )
     return policy
-
-
-def _described(part: Any) -> str:
-    """An objective or estimator in words that tell it from others with other settings."""
-    return repr(part) if is_dataclass(part) else type(part).__qualname__
-
-
-def _values(schedule: Schedule) -> list[float]:
-    """A schedule as a few of its values, to tell it from others; a function cannot be written down."""
-    return [float(schedule(progress)) for progress in (0.0, 0.25, 0.5, 0.75, 1.0)]
 
 
 def _show(bar: Any, measured: dict[str, float]) -> None:

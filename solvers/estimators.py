@@ -38,6 +38,9 @@ class Decisions:
         return Decisions(*(getattr(self, field.name).detach() for field in fields(self)))
 
 
+DRIFT = 0.02  # how far the critic's units follow those of a batch
+
+
 class Critic(nn.Module):
     """Reads features of the history, and says what is to come, which context it is, and what state.
 
@@ -52,6 +55,7 @@ class Critic(nn.Module):
 
     mean: Tensor
     scale: Tensor
+    settled: Tensor
 
     def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
         super().__init__()
@@ -60,6 +64,7 @@ class Critic(nn.Module):
         self.state = nn.Linear(size, num_states)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("settled", torch.tensor(False))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
@@ -67,11 +72,18 @@ class Critic(nn.Module):
         return value, self.context(features).log_softmax(-1), self.state(features)
 
     @torch.no_grad()
-    def rescale(self, targets: Tensor, weight: float) -> None:
-        """Move the units towards mean and spread of new targets, and keep all values as they are."""
+    def rescale(self, targets: Tensor) -> None:
+        """Move the units towards mean and spread of new targets, and keep all values as they are.
+
+        All the way for the first targets that have any spread, and a little for those after.
+        """
         mean, scale = self.mean.clone(), self.scale.clone()
+        weight = DRIFT if self.settled else 1.0
+        spread = targets.std(correction=0).to(scale)
         self.mean.lerp_(targets.mean().to(mean), weight)
-        self.scale.lerp_(targets.std(correction=0).clamp(min=1e-6).to(scale), weight)
+        if spread > 1e-6 * (1 + self.mean.abs()):
+            self.scale.lerp_(spread, weight)
+            self.settled.fill_(True)
         self.value.weight.mul_(scale / self.scale)
         self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
 
@@ -140,10 +152,15 @@ class Reinforce:
     epochs: int = field(default=1, init=False)
     random_actions: float = field(default=0.0, init=False)
 
+    def __post_init__(self) -> None:
+        _require_norm(self.max_gradient_norm)
+
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
         total = payoffs.sum(1)
-        return (total - total.mean() if self.baseline else total)[:, None].expand_as(payoffs)
+        if self.baseline and len(total) > 1:
+            total = total - total.mean()
+        return total[:, None].expand_as(payoffs)
 
     def terms(
         self,
@@ -166,11 +183,11 @@ FADING = Linear(0.1, 0.0)
 class ActorCritic:
     """Payoffs to come, a critic, several small steps on each batch.
 
-    Advantages are generalised ones (GAE), in units of their own spread. Steps after the first on the same
-    batch are kept close to the policy that played it by clipping (PPO). The critic reads what the policy's
-    own network makes of the history, if it can be had, and teaches that network three things on the
-    way: how much is still to come, which context it is, for which the filter's posterior is the answer, and
-    what state, which the simulator knows.
+    Advantages are generalised ones (GAE), in units of their own size (root mean square). Steps after the
+    first on the same batch are kept close to the policy that played it by clipping (PPO). The critic reads
+    what the policy's own network makes of the history, if it can be had, and teaches that network three
+    things on the way: how much is still to come, which context it is, for which the filter's posterior is
+    the answer, and what state, which the simulator knows.
 
     Args:
         epochs: How many gradient steps are taken on a batch.
@@ -179,7 +196,7 @@ class ActorCritic:
         random_actions: How often an action is left to chance while episodes are played, a number or a
             schedule. What is improved is the policy with its chances, so that the gradient is none the worse
             for it; chance keeps it familiar with situations that it would not get into by itself.
-        exploration: What a nat of entropy of the actions is worth, in units of the advantages' spread: a
+        exploration: What a nat of entropy of the actions is worth, in units of the advantages' size: a
             number or a schedule.
         value_weight: Of the critic's squared error, in units of the values' spread.
         context_weight: Of the critic's cross-entropy on contexts.
@@ -201,6 +218,7 @@ class ActorCritic:
         require_count("epochs", self.epochs)
         require(0 <= self.trace <= 1, "trace", self.trace, "between 0 and 1")
         require(self.clip > 0, "clip", self.clip, "a positive number")
+        _require_norm(self.max_gradient_norm)
         as_schedule("exploration", self.exploration)
         chance = as_schedule("random_actions", self.random_actions)
         require(chance(0.0) < 1 and chance(1.0) < 1, "random_actions", self.random_actions, "less than 1")
@@ -229,12 +247,14 @@ class ActorCritic:
     ) -> dict[str, Tensor]:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
         dtype = now.log_probs.dtype
-        A = (advantages / advantages.std(correction=0).clamp(min=1e-8)).to(dtype)
+        size = advantages.square().mean().sqrt()
+        A = (advantages / size.clamp(min=1e-8)).to(dtype)
         ratio = (now.log_probs - before.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
         posterior = batch.log_posterior[:, :-1].exp().to(dtype)
-        entropy = -(now.log_policy.exp() * now.log_policy).sum(-1)
+        possible = now.log_policy.clamp(min=torch.finfo(dtype).min)  # 0 · log 0 is 0
+        entropy = -(now.log_policy.exp() * possible).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(progress)
         states = standardised(batch.states[:, :-1]).to(dtype)
         return {
@@ -244,6 +264,19 @@ class ActorCritic:
             "state": self.state_weight * (now.states - states).square().mean(),
             "exploration": -exploration * entropy.mean(),
         }
+
+
+def _require_norm(norm: float | None) -> None:
+    require(norm is None or norm > 0, "max_gradient_norm", norm, "a positive number, or None")
+
+
+def as_estimator(estimator: Estimator) -> Estimator:
+    """Return an estimator as it is, if it is one."""
+    whole = callable(getattr(estimator, "advantages", None)) and callable(getattr(estimator, "terms", None))
+    require(
+        whole and not isinstance(estimator, type), "estimator", estimator, "an Estimator: ActorCritic(), say"
+    )
+    return estimator
 
 
 def standardised(values: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from solvers.schedules import Schedule
 
 WIDE = 0.1  # nats between the two estimates of the information, beyond which likelihoods are too poor
+FEW = 4  # particles that count; with fewer, likelihoods and belief rewards rest on chance
 PATIENCE = 20  # batches that are averaged before a warning, and that may be lost in a row
-DRIFT = 0.02  # how far the critic's units follow those of a batch
 
 
 class DivergedError(RuntimeError):
@@ -95,13 +95,13 @@ class Learner:
     def __post_init__(self) -> None:
         self.iteration = 0
         self.lost = 0  # batches in a row whose particles died
-        self.gaps: list[float] = []
+        self.lately: list[tuple[float, float]] = []  # gap of the information, effective sample size
         self.warned: set[str] = set()
         with isolated(self._seeds(2**31)[0]):
-            hidden = self._num_features() or 64
-            self.trunk = None if self._num_features() else Trunk(self.model, hidden)
+            features = self._num_features()
+            self.trunk = None if features else Trunk(self.model, 64)
             num_states = sum(leaf.shape.numel() for _, leaf in leaves(signature(self.model).state))
-            self.critic = Critic(hidden, self.model.num_contexts, num_states)
+            self.critic = Critic(features or 64, self.model.num_contexts, num_states)
         self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
         self.networks.to(self.model.device)
         self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
@@ -115,7 +115,7 @@ class Learner:
         return int(self.policy.unroll(episodes)[1].shape[-1])
 
     def _seeds(self, iteration: int) -> list[int]:
-        return [int(word) for word in np.random.SeedSequence([self.seed, iteration]).generate_state(3)]
+        return [int(word) for word in np.random.SeedSequence([self.seed, iteration]).generate_state(4)]
 
     @property
     def progress(self) -> float:
@@ -132,7 +132,7 @@ class Learner:
             DivergedError: If a loss or a gradient is not finite.
             DegenerateWeightsError: If particles died in too many batches in a row.
         """
-        temperature, rate = self.temperature(self.progress), self.learning_rate(self.progress)
+        temperature, rate = float(self.temperature(self.progress)), float(self.learning_rate(self.progress))
         seeds = self._seeds(self.iteration)
         started = time.perf_counter()
         acting = self.acting
@@ -146,17 +146,18 @@ class Learner:
         measured["return"] = float(episodes.returns.mean())
         try:
             filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
+            batch = Batch.of(episodes, filtering, self.prior)
         except DegenerateWeightsError as error:
             self._lose_batch(error)
             self.iteration += 1
             return measured
         self.lost = 0
-        batch = Batch.of(episodes, filtering, self.prior)
         measured |= self._information(batch)
         filtered = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        measured |= self._improve(batch, temperature)
+        with isolated(seeds[3]), torch.enable_grad():
+            measured |= self._improve(batch, temperature)
         measured["seconds_rollout"] = played - started
         measured["seconds_likelihood"] = filtered - played
         measured["seconds_gradient"] = time.perf_counter() - filtered
@@ -174,7 +175,8 @@ class Learner:
         logits, features = unroll(self.acting, batch.episodes, prior)
         if self.trunk is not None:
             features = self.trunk(batch)
-        values, log_contexts, states = self.critic(features)
+        assert features is not None
+        values, log_contexts, states = self.critic(features.to(self.critic.scale.dtype))
         log_policy = logits.log_softmax(-1)
         log_probs = log_policy.gather(2, batch.episodes.actions[..., None]).squeeze(2)
         return Decisions(log_policy, log_probs, values, log_contexts, states)
@@ -182,9 +184,9 @@ class Learner:
     def _improve(self, batch: Batch, temperature: float) -> dict[str, float]:
         now = self.decide(batch)
         payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)
-        to_come = payoffs.flip(1).cumsum(1)
-        if self.iteration == 0:  # the critic learns its units first
-            self.critic.rescale(to_come, 1.0)
+        to_come = payoffs.flip(1).cumsum(1).flip(1)  # [B, T]
+        if not self.critic.settled:  # it learns its units first
+            self.critic.rescale(to_come)
             now = self.decide(batch)
         before = now.detached()
         advantages = self.estimator.advantages(payoffs, before)
@@ -193,13 +195,13 @@ class Learner:
             now = now if epoch == 0 else self.decide(batch)
             terms = self.estimator.terms(batch, advantages, before, now, self.critic, self.progress)
             norms.append(self._descend(terms))
-        self.critic.rescale(to_come, DRIFT)
+        self.critic.rescale(to_come)
         return {"objective": float(payoffs.sum(1).mean()), "gradient_norm": sum(norms) / len(norms)}
 
     def _descend(self, terms: dict[str, Tensor]) -> float:
         for name, term in terms.items():
             if not math.isfinite(term.item()):
-                raise DivergedError(f"iteration {self.iteration}: the {name} loss is {term.item()}")
+                raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {term.item()}")
         self.optimizer.zero_grad()
         torch.stack(list(terms.values())).sum().backward()
         longest = self.estimator.max_gradient_norm
@@ -208,7 +210,7 @@ class Learner:
             named = self.networks.named_parameters()
             where = [name for name, w in named if w.grad is not None and not bool(w.grad.isfinite().all())]
             raise DivergedError(
-                f"iteration {self.iteration}: the gradient of {', '.join(where)} is not finite"
+                f"iteration {self.iteration + 1}: the gradient of {', '.join(where)} is not finite"
             )
         self.optimizer.step()
         return norm
@@ -223,28 +225,34 @@ class Learner:
             "information_upper": upper,
             "information_lower": lower,
         }
-        ess = batch.filtering.ess
-        if ess is not None:
-            measured["ess"] = float(ess.mean())
-        self.gaps = [*self.gaps[1 - PATIENCE :], upper - lower]
-        gap = sum(self.gaps) / len(self.gaps)
-        if len(self.gaps) == PATIENCE and gap > WIDE:
-            particles = "" if ess is None else f" (mean effective sample size {float(ess.mean()):.1f})"
+        if batch.filtering.ess is not None:
+            c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
+            measured["ess"] = float(batch.filtering.ess.gather(2, c).mean())
+        self.lately = [*self.lately[1 - PATIENCE :], (upper - lower, measured.get("ess", math.inf))]
+        if len(self.lately) == PATIENCE or self.iteration == self.iterations - 1:
+            self._judge_likelihoods()
+        return measured
+
+    def _judge_likelihoods(self) -> None:
+        gap, ess = (sum(series) / len(self.lately) for series in zip(*self.lately, strict=True))
+        if gap > WIDE or ess < FEW:
+            particles = "" if ess == math.inf else f", and {ess:.1f} particles count on average"
             self._warn(
-                "gap",
-                f"iteration {self.iteration}: the information about the context is only known within "
+                "poor",
+                f"iteration {self.iteration + 1}: the information about the context is only known within "
                 f"{gap:.2f} nats{particles}: likelihoods are noisy or biased. Use more particles, "
                 'ParticleFilter(guide="ekf"), or another backend',
             )
-        return measured
 
     def _lose_batch(self, error: DegenerateWeightsError) -> None:
         self.lost += 1
         if self.lost >= PATIENCE:
-            raise DegenerateWeightsError(f"iteration {self.iteration}, {self.lost} batches in a row: {error}")
+            raise DegenerateWeightsError(
+                f"iteration {self.iteration + 1}, {self.lost} batches in a row: {error}"
+            )
         self._warn(
             "lost",
-            f"iteration {self.iteration}: a batch is left out, because all particles died ({error}). Use "
+            f"iteration {self.iteration + 1}: a batch is left out, because all particles died ({error}). Use "
             'more particles, ParticleFilter(guide="ekf"), or another backend',
         )
 
@@ -252,14 +260,14 @@ class Learner:
         """Once in a fit."""
         if kind not in self.warned:
             self.warned.add(kind)
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(message, stacklevel=7 if kind == "poor" else 6)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, as tensors and plain numbers."""
         return {
             "iteration": self.iteration,
             "lost": self.lost,
-            "gaps": self.gaps,
+            "lately": [list(pair) for pair in self.lately],
             "warned": sorted(self.warned),
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -269,7 +277,7 @@ class Learner:
         """Go on from where `state_dict` was taken."""
         self.iteration = state["iteration"]
         self.lost = state["lost"]
-        self.gaps = list(state["gaps"])
+        self.lately = [(gap, ess) for gap, ess in state["lately"]]
         self.warned = set(state["warned"])
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])

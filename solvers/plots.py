@@ -27,20 +27,19 @@ def plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Tens
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    C = model.num_contexts
-    figure = Figure(figsize=(3.2 * max(C, 3), 8.0), layout="constrained")
+    figure = Figure(figsize=(3.2 * max(model.num_contexts, 3), 8.0), layout="constrained")
     top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[1, 2])[:, 0]
     _plot_history(top.subplots(1, 3), history)
 
-    axes = bottom.subplots(2, C, squeeze=False, sharey="row")
     assert episodes.contexts is not None
+    shown = episodes.contexts.unique().tolist()
+    axes = bottom.subplots(2, len(shown), squeeze=False, sharey="row")
     name, states = _shown(episodes)
-    for c, context in enumerate(model.context_names):
+    for (above, below), c in zip(axes.T, shown, strict=True):
         mine = (episodes.contexts == c).cpu()
-        above, below = axes[0, c], axes[1, c]
         for path in states[mine].cpu():
             above.plot(*(path.T if path.shape[-1] == 2 else (path[:, 0],)), color=f"C{c}", alpha=0.5, lw=1)
-        above.set(title=context, xlabel=f"{name}[0]" if states.shape[-1] == 2 else "time")
+        above.set(title=model.context_names[c], xlabel=f"{name}[0]" if states.shape[-1] == 2 else "time")
         for curve in posterior[mine, :, c].cpu():
             below.plot(curve, color=f"C{c}", alpha=0.5, lw=1)
         below.set(xlabel="time", ylim=(-0.03, 1.03))
@@ -61,7 +60,8 @@ def _shown(episodes: Episodes) -> tuple[str, Tensor]:
 def _plot_history(axes: Any, history: xr.Dataset) -> None:
     shown = {"return": "return", "entropy": "H(C|Y) in bits", "temperature": "temperature τ"}
     for axis, (name, label) in zip(axes, shown.items(), strict=True):
-        axis.plot(history["iteration"], history[name], lw=0.8)
+        if name in history:  # an interrupted fit may have none
+            axis.plot(history["iteration"], history[name], lw=0.8)
         axis.set(title=label, xlabel="iteration")
         axis.grid(alpha=0.3)
     axes[1].set_ylim(bottom=0.0)

@@ -14,7 +14,8 @@ from torch.nn.functional import embedding, one_hot
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.agent import Agent
-from cpomdp_ppl.errors import rejected, require_count, require_model
+from cpomdp_ppl.arrays import on_the_right
+from cpomdp_ppl.errors import ModelError, rejected, require_count, require_model
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.signature import ObservationSite, signature
@@ -61,8 +62,6 @@ class Encoding(nn.Module):
         size: How many numbers F there are.
     """
 
-    shift: Tensor
-    scale: Tensor
     identity: Tensor
 
     def __init__(self, model: CPOMDP, seed: int = 0) -> None:
@@ -73,22 +72,30 @@ class Encoding(nn.Module):
         self.register_buffer("identity", identity, persistent=False)
         self.horizon = model.horizon
         self.sites = dict(signature(model).observations)
+        if not self.sites:
+            raise ModelError(type(model).__name__, ["observation: has no sample site: nothing is seen"])
         episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION, seed=seed)
-        raw = self._raw(*self._sequence(episodes))
-        self.size = raw.shape[-1]
-        shift, scale = torch.zeros(self.size), torch.ones(self.size)
-        start = 2 + self.num_actions
-        for name, site in self.sites.items():
-            start += site.plates.numel()
-            stop = start + _width(site)
-            seen = raw[..., start:stop][episodes_seen(episodes, name)]  # [n, width]
-            if not _is_index(site) and len(seen) > 1:
-                sd = seen.std(0)
-                shift[start:stop] = seen.mean(0)
-                scale[start:stop] = torch.where(sd > 0, sd / SPREAD, 1.0)
-            start = stop
-        self.register_buffer("shift", shift.to(model.device))
-        self.register_buffer("scale", scale.to(model.device))
+        for i, name in enumerate(self.sites):
+            shift, scale = self._units(episodes, name)
+            self.register_buffer(f"shift_{i}", shift)
+            self.register_buffer(f"scale_{i}", scale)
+        self.size = self.sequence(episodes).shape[-1]
+
+    def _units(self, episodes: Episodes, name: str) -> tuple[Tensor, Tensor]:
+        """Mean, and standard deviation over `SPREAD`, of a site's numbers where they were seen, `[width]`."""
+        site, dtype = self.sites[name], torch.get_default_dtype()
+        if _is_index(site):
+            return torch.zeros((), device=episodes.device), torch.ones((), device=episodes.device)
+        values, flags = episodes.observations[name].flatten(0, 1), episodes.observed[name].flatten(0, 1)
+        if episodes.initial_observations is not None and episodes.initially_observed is not None:
+            values = torch.cat([values, episodes.initial_observations[name]])
+            flags = torch.cat([flags, episodes.initially_observed[name]])
+        x = _flat(values, 1).double()  # [n, width]
+        seen = _flat(on_the_right(flags, values).expand_as(values), 1).double()
+        n = seen.sum(0).clamp(min=1)
+        mean = (x * seen).sum(0) / n
+        sd = ((x - mean).square() * seen).sum(0).div(n).sqrt()
+        return mean.to(dtype), torch.where(sd > 0, sd / SPREAD, 1.0).to(dtype)
 
     def step(self, percept: Percept, time: int) -> Tensor:
         """Of one percept, `[B, F]`."""
@@ -96,14 +103,11 @@ class Encoding(nn.Module):
         B = flags.shape[0]
         action = percept.action if percept.action is not None else flags.new_full((B,), -1, dtype=torch.long)
         at = torch.full((B,), time / self.horizon, device=flags.device)
-        return self._standardised(self._raw(action, at, percept.observations, percept.observed))
+        return self._numbers(action, at, percept.observations, percept.observed)
 
     def sequence(self, episodes: Episodes) -> Tensor:
         """Of everything that is known at times 0 … T - 1, `[B, T, F]`."""
-        return self._standardised(self._raw(*self._sequence(episodes)))
-
-    def _standardised(self, raw: Tensor) -> Tensor:
-        return (raw - self.shift) / self.scale
+        return self._numbers(*self._sequence(episodes))
 
     def _sequence(self, episodes: Episodes) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Previous actions, times, observations and flags, one step later than episodes have them."""
@@ -127,31 +131,22 @@ class Encoding(nn.Module):
         observations = later(episodes.observations, episodes.initial_observations)
         return actions, time, observations, later(episodes.observed, episodes.initially_observed)
 
-    def _raw(
+    def _numbers(
         self, action: Tensor, time: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
     ) -> Tensor:
         axes = action.dim()
         # One-hot by looking up rows of the identity: `one_hot` goes through integers and is slower.
         parts = [embedding(action + 1, self.identity), time[..., None]]
-        for name, site in self.sites.items():
+        for i, (name, site) in enumerate(self.sites.items()):
             flags, values = observed[name], observations[name]
-            parts.append(_flat(flags, axes))
             if _is_index(site):
                 base = _base(site.support)
                 inside = values.long() - base.lower_bound
-                classes = one_hot(inside.clamp(min=0), base.upper_bound - base.lower_bound + 1)
-                seen = flags.reshape(flags.shape + (1,) * (classes.dim() - flags.dim()))
-                values = classes * seen
-            parts.append(_flat(values, axes))
+                values = one_hot(inside.clamp(min=0), base.upper_bound - base.lower_bound + 1)
+            seen = _flat(on_the_right(flags, values).expand_as(values), axes)
+            numbers = (_flat(values, axes) - getattr(self, f"shift_{i}")) / getattr(self, f"scale_{i}")
+            parts += [_flat(flags, axes), numbers * seen]  # zero where nothing was seen
         return torch.cat([part.to(torch.get_default_dtype()) for part in parts], -1)
-
-
-def episodes_seen(episodes: Episodes, site: str) -> Tensor:
-    """Where a site was seen at all, in an encoded sequence, bool `[B, T]`."""
-    flags = episodes.observed[site]
-    seen = flags.flatten(2).any(2) if flags.dim() > 2 else flags
-    first = torch.zeros_like(seen[:, :1])
-    return torch.cat([first, seen[:, :-1]], 1)
 
 
 def _flat(values: Tensor, axes: int) -> Tensor:
@@ -168,11 +163,6 @@ def _is_index(site: ObservationSite) -> bool:
     """Whether values are one of a few integers, of more than two: bits are numbers already."""
     base = _base(site.support)
     return isinstance(base, integer_interval) and 2 <= base.upper_bound - base.lower_bound < 64
-
-
-def _width(site: ObservationSite) -> int:
-    base = _base(site.support)
-    return site.shape.numel() * (base.upper_bound - base.lower_bound + 1 if _is_index(site) else 1)
 
 
 class LSTMPolicy(nn.Module):
@@ -249,10 +239,16 @@ class Mixed:
         return dist.Categorical(logits=self.mixed(_logits(decision))), memory
 
     def mixed(self, logits: Tensor) -> Tensor:
-        """The logarithm of the mixture's probabilities, for logits `[…, A]` of the policy."""
+        """The logarithm of the mixture's probabilities, for logits `[…, A]` of the policy.
+
+        Actions that the policy rules out, with a logit of -inf, stay ruled out.
+        """
         if not self.chance:
             return logits
-        return ((1 - self.chance) * logits.softmax(-1) + self.chance / logits.shape[-1]).log()
+        allowed = (logits > -torch.inf).to(logits.dtype)
+        uniform = allowed / allowed.sum(-1, keepdim=True)
+        mixture = (1 - self.chance) * logits.softmax(-1) + self.chance * uniform
+        return mixture.clamp(min=torch.finfo(logits.dtype).tiny).log()
 
 
 def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.simulate import simulate
-from solvers.checkpoint import as_directory, save_json, save_tensors
+from solvers.checkpoint import made_directory, save_json, save_tensors
 from solvers.policies import LSTMPolicy
 
 if TYPE_CHECKING:
@@ -84,12 +84,13 @@ class Solution:
         """
         from solvers.plots import plot
 
-        C = self.model.num_contexts
-        contexts = [c for c in range(C) for _ in range(num_episodes)]
+        possible = self.prior.nonzero()[:, 0].tolist()
+        contexts = [c for c in possible for _ in range(num_episodes)]
         episodes = simulate(
             self.model, self.policy, len(contexts), contexts=contexts, prior=self.prior, seed=seed
         )
-        filtering = as_backend(likelihood).run(self.model, episodes, seed=seed, moments=False)
+        other = None if seed is None else (seed + 1) % 2**32  # or the filter's noise would be the world's
+        filtering = as_backend(likelihood).run(self.model, episodes, seed=other, moments=False)
         return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -98,11 +99,11 @@ class Solution:
         Args:
             directory: Made if it is not there; files of an earlier solution in it are replaced.
         """
-        path = as_directory("directory", directory)
+        path = made_directory("directory", directory)
         assert isinstance(self.policy, nn.Module)
         save_tensors(path / WEIGHTS, self.policy.state_dict())
         history = {str(name): self.history[name].values.tolist() for name in self.history.data_vars}
-        hidden = self.policy.hidden if isinstance(self.policy, LSTMPolicy) else None
+        hidden = self.policy.hidden if type(self.policy) is LSTMPolicy else None
         save_json(
             path / SETTINGS,
             {

@@ -73,6 +73,33 @@ def test_the_same_seed_does_the_same_and_leaves_the_caller_alone():
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_neighbouring_seeds_have_nothing_in_common():
+    """Were a step's numbers those of seed + time, agent 1 would do what agent 0 does a step later."""
+    runs = []
+    for seed in range(2):
+        agent = Agent(LightDark(), RandomPolicy(3), seed=seed, likelihood="ekf")
+        actions = []
+        for _ in range(20):
+            actions.append(agent.act())
+            agent.observe()
+        runs.append(actions)
+    same = sum(one == other for one, other in zip(runs[0][1:], runs[1], strict=False))
+    assert same < 15  # 6.3 of 19 expected, with a standard deviation of 2.1
+
+
+def test_steps_that_nobody_asked_for_reach_the_policys_memory():
+    model = LightDark()
+    policy = LSTMPolicy(model, hidden=8, seed=1)
+    episodes = simulate(model, policy, 1, seed=4)
+    told, asked = policy.agent(seed=1, greedy=True), policy.agent(seed=1, greedy=True)
+    for t in range(10):
+        seen = {"z": episodes.observations["z"][0, t]} if bool(episodes.observed["z"][0, t]) else None
+        told.observe(seen, action=int(episodes.actions[0, t]))
+        asked.act()
+        asked.observe(seen, action=int(episodes.actions[0, t]))
+    assert torch.equal(told._memory[0], asked._memory[0])
+
+
 def test_an_initial_observation_comes_first():
     model = EyesOpen()
     agent = Agent(model, RandomPolicy(model.num_actions), seed=0)

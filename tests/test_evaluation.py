@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.context import stratified
-from cpomdp_ppl.evaluation import Mean, evaluate, most_exact
+from cpomdp_ppl.evaluation import Mean, compare, evaluate, most_exact
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
+from tests.programs import Walk
 from tests.solvers.exact import known_context_value, solve, tables
 
 
@@ -46,22 +49,78 @@ def test_light_dark_known_context():
     assert abs(float(episodes.returns.mean()) - float(model.context_known_return()[0])) < 3 * error
 
 
+class Openers:
+    """Opens the left door at the time that is the context's number, known by the order of episodes."""
+
+    def start(self, prior):
+        return torch.arange(len(prior)) // (len(prior) // 3)
+
+    def act(self, history, memory):
+        return torch.where(memory == history.time, 1, 0), memory
+
+
 def test_numbers_by_hand():
-    model = ContextualTiger(horizon=4)
-    result = evaluate(model, RandomPolicy(3), 900, seed=3)
-    contexts = stratified(model.prior(), 900)
-    episodes = simulate(model, RandomPolicy(3), 900, contexts=contexts, prior=model.prior().double(), seed=3)
-    returns = episodes.returns.double()
-    assert result.returns.mean == pytest.approx(float(returns.mean()))
-    assert result.returns.deviation == pytest.approx(float(returns.std()))
-    parts = [returns[contexts == c] for c in range(3)]
-    for (name, mean), part in zip(result.returns_by_context.items(), parts, strict=True):
-        assert name in model.context_names
-        assert mean.mean == pytest.approx(float(part.mean()))
+    """A policy that draws nothing: in context c it opens the left door at time c, and else listens."""
+    model = ContextualTiger(horizon=3)
+    result = evaluate(model, Openers(), 900, seed=3)
+    for mean in result.returns_by_context.values():
         assert mean.num_episodes == 300
-    error = math.sqrt(sum(float(part.var()) / 300 for part in parts)) / 3
+        # two listens at −1, and ten or minus a hundred at even odds: the number of wins can be read off
+        wins = (300 * (mean.mean + 2) + 300 * 100) / 110
+        assert wins == pytest.approx(round(wins), abs=1e-6)
+        assert 110 < wins < 190  # 150 expected, with a standard deviation of 8.7
+        p = wins / 300
+        assert mean.deviation == pytest.approx(110 * math.sqrt(p * (1 - p) * 300 / 299))
+    parts = list(result.returns_by_context.values())
+    assert result.returns.mean == pytest.approx(sum(part.mean for part in parts) / 3)
+    error = math.sqrt(sum(part.standard_error**2 for part in parts)) / 3
     assert result.returns.standard_error == pytest.approx(error)
     assert result.regret is None
+
+
+def test_noise_is_paired_whatever_the_policy_draws():
+    """Two policies that do the same, of which one draws random numbers on the way."""
+
+    class Restless(RandomPolicy):
+        def act(self, history, memory):
+            torch.rand(17)
+            return torch.full((history.num_episodes,), 1), memory
+
+    one = evaluate(LightDark(), fixed_actions(*[1] * 20), 200, seed=5, likelihood="ekf")
+    two = evaluate(LightDark(), Restless(3), 200, seed=5, likelihood="ekf")
+    assert one.returns == two.returns
+
+
+def test_workers_make_no_difference():
+    model = LineGrid()
+    plan = solve(tables(model), model.horizon)
+    one, two = (
+        evaluate(model, plan, 90, batch_size=25, workers=workers, seed=1).as_dict() for workers in (1, 2)
+    )
+    del one["seconds_per_decision"], two["seconds_per_decision"]
+    assert one == two
+
+
+def test_a_table_of_policies():
+    model = LineGrid()
+    policies = {"random": RandomPolicy(3), "left": fixed_actions(*[0] * 10)}
+    table = compare(model, policies, {"random": 40, "left": 60}, training_seconds={"random": 3.0}, seed=0)
+    assert table.evaluations["left"].returns == evaluate(model, policies["left"], 60, seed=0).returns
+    assert table.evaluations["left"].returns.mean == pytest.approx(-10.0)
+    lines = str(table).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| random", "| left"]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert json.loads(json.dumps(table.as_dict()))["training_seconds"] == {"random": 3.0}
+    with pytest.raises(ValueError, match="policies"):
+        compare(model, {})
+
+
+def test_a_model_that_the_grid_refuses_is_left_to_particles():
+    class Heavy(Walk):
+        def transition(self, state, action, context):
+            return state + pyro.sample("jump", dist.StudentT(2.0))
+
+    assert most_exact(Heavy()).name == "smc"
 
 
 def test_contexts_are_spread_like_the_prior():

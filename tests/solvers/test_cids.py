@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpomdp_ppl import CPOMDP, simulate
+from cpomdp_ppl import CPOMDP, ModelError, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
@@ -26,6 +26,7 @@ from solvers.estimators import ActorCritic, Reinforce
 from solvers.learner import DivergedError
 from solvers.policies import LSTMPolicy
 from solvers.schedules import Geometric
+from tests.programs import Learnable
 from tests.solvers.exact import random_value, solve, tables
 
 SHORT = dict(likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False)
@@ -78,7 +79,12 @@ def test_one_episode_of_one_step_is_enough_not_to_fail():
     solution = cids.fit(
         LineGrid(horizon=1), likelihood="exact", iterations=3, batch_size=1, seed=0, progress=False
     )
-    assert bool(np.isfinite(solution.history["gradient_norm"]).all())
+    assert float(solution.history["gradient_norm"].max()) < 100
+
+
+def test_payoffs_that_do_not_vary_at_first_do_no_harm():
+    solution = cids.fit(LightDark(1), likelihood="ekf", iterations=4, batch_size=20, seed=0, progress=False)
+    assert float(solution.history["gradient_norm"].max()) < 100
 
 
 def test_contexts_that_are_ruled_out_beforehand():
@@ -119,6 +125,45 @@ def test_the_same_seed_gives_the_same_policy_and_leaves_the_caller_alone():
     assert same_weights(one.policy, two.policy)
     assert same_history(one.history, two.history)
     assert not same_weights(one.policy, other.policy)
+
+
+def test_learned_constants_and_dropout_stay_out_of_the_callers_sight():
+    class Forgetful(Table):
+        def act(self, history, memory):
+            logits = nn.functional.dropout(self.table[history.time], training=self.training)
+            return dist.Categorical(logits=logits.expand(history.num_episodes, -1)), None
+
+    pyro.get_param_store().clear()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    policies = [Forgetful(Learnable()) for _ in range(2)]
+    for policy in policies:
+        cids.fit(Learnable(), **{**SHORT, "likelihood": "smc"}, policy=policy)
+        assert not policy.training
+    assert torch.equal(before, torch.get_rng_state())
+    assert not list(pyro.get_param_store())
+    assert same_weights(*policies)
+
+
+class InDouble(LSTMPolicy):
+    """In double precision from the hidden units on."""
+
+    def __init__(self, model):
+        super().__init__(model, hidden=8)
+        self.double()
+
+    def act(self, history, memory):
+        percept = self.encoding.step(history.latest, history.time).double()
+        memory = torch.lstm_cell(percept, memory, *self.lstm.all_weights[0])
+        return dist.Categorical(logits=self.logits(memory[0])), memory
+
+    def unroll(self, episodes):
+        hidden, _ = self.lstm(self.encoding.sequence(episodes).double())
+        return self.logits(hidden), hidden
+
+
+def test_a_policy_in_double_precision():
+    assert cids.fit(LineGrid(), **SHORT, policy=InDouble(LineGrid())).finished
 
 
 def test_the_temperature_follows_its_schedule():
@@ -260,6 +305,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         cids.fit(ContextualTiger(), **SHORT, checkpoint=tmp_path)
 
 
+def test_numpy_numbers_and_functions_can_be_resumed(tmp_path):
+    """Settings that a careless checkpoint could not read back, or would not recognise."""
+
+    def settings():
+        return dict(
+            **{**SHORT, "likelihood": ParticleFilter(256, guide="ekf")},
+            learning_rate=lambda progress: 1e-3 * (1 + np.cos(0.9 * np.pi * progress)),
+            estimator=ActorCritic(exploration=lambda progress: 0.1 * (1 - progress)),
+        )
+
+    def model():
+        result = LightDark()
+        result.process_variance = np.float64(0.1)
+        return result
+
+    cids.fit(model(), **settings(), checkpoint=tmp_path, checkpoint_every=1, callbacks=[Interrupted(after=2)])
+    assert cids.fit(model(), **settings(), checkpoint=tmp_path).finished
+
+
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 but damaged"])
 def test_a_damaged_checkpoint_is_told(tmp_path, content):
     (tmp_path / "checkpoint.pt").write_bytes(content)
@@ -280,7 +344,7 @@ def test_a_checkpoint_is_never_code(tmp_path):
 
 def test_saved_and_loaded(tmp_path):
     model = LightDark()
-    solution = cids.fit(model, **{**SHORT, "likelihood": "ekf"}, policy=LSTMPolicy(model, hidden=16))
+    solution = cids.fit(model, **{**SHORT, "likelihood": "ukf"}, policy=LSTMPolicy(model, hidden=16))
     solution.save(tmp_path / "new" / "place")
     assert {path.name for path in (tmp_path / "new" / "place").iterdir()} == {"policy.pt", "solution.json"}
     loaded = cids.load(tmp_path / "new" / "place", LightDark())
@@ -300,9 +364,56 @@ def test_loading_what_does_not_fit_is_refused(tmp_path):
         cids.load(tmp_path, LineGrid(), policy=LSTMPolicy(LineGrid(), hidden=8))
     with pytest.raises(ValueError, match="directory"):
         cids.load(tmp_path / "elsewhere", LineGrid())
+    (tmp_path / "policy.pt").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        cids.load(tmp_path, LineGrid())
+    (tmp_path / "solution.json").write_text('{"settings": 3}')
+    with pytest.raises(CheckpointError, match="settings"):
+        cids.load(tmp_path, LineGrid())
     (tmp_path / "solution.json").write_text("{")
     with pytest.raises(CheckpointError, match="JSON"):
         cids.load(tmp_path, LineGrid())
+
+
+@pytest.mark.parametrize("where", ["class", "tensor", "tuple"])
+def test_other_constants_are_told_apart_wherever_they_are(tmp_path, where):
+    def model(gain):
+        class Gained(LineGrid):
+            factor = gain if where == "class" else 0.0
+
+        result = Gained()
+        given = {"class": float("nan"), "tensor": torch.tensor(gain), "tuple": (gain,)}
+        result.given = given[where]
+        return result
+
+    cids.fit(model(1.0), **SHORT).save(tmp_path)
+    cids.load(tmp_path, model(1.0))
+    with pytest.raises(CheckpointError, match="constants"):
+        cids.load(tmp_path, model(2.0))
+
+
+def test_a_kind_of_lstm_is_not_taken_for_the_plain_one(tmp_path):
+    class Cold(LSTMPolicy):
+        pass
+
+    model = LineGrid()
+    cids.fit(model, **SHORT, policy=Cold(model, hidden=8)).save(tmp_path)
+    with pytest.raises(ValueError, match="policy"):
+        cids.load(tmp_path, model)
+
+
+def test_a_policy_that_rules_actions_out_is_left_its_rules():
+    class Never(Table):
+        """Never senses."""
+
+        def act(self, history, memory):
+            logits = self.table[history.time] + torch.tensor([0.0, 0.0, -torch.inf])
+            return dist.Categorical(logits=logits.expand(history.num_episodes, -1)), None
+
+    model = LineGrid()
+    solution = cids.fit(model, **SHORT, policy=Never(model))
+    assert 2 not in simulate(model, solution.policy, 200, seed=0).actions
+    assert float(solution.history["entropy"].min()) == pytest.approx(1.0)  # in training, too
 
 
 def test_a_policy_of_the_users_own_is_loaded_into_one_like_it(tmp_path):
@@ -332,7 +443,7 @@ class Fragile(Table):
 
 def test_a_loss_that_is_not_finite_stops_the_fit_and_keeps_the_last_good_checkpoint(tmp_path):
     settings = {**SHORT, "estimator": Reinforce()}
-    with pytest.raises(DivergedError, match="iteration 2: the policy loss is nan"):
+    with pytest.raises(DivergedError, match="iteration 3: the policy loss is nan"):
         cids.fit(LineGrid(), **settings, policy=Fragile(LineGrid()), checkpoint=tmp_path, checkpoint_every=1)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert state["learner"]["iteration"] == 2
@@ -375,6 +486,15 @@ class Dying(ParticleFilter):
         if self.always or (seed or 0) % 2:
             raise DegenerateWeightsError("time 1 of episode 0: no context can have produced it")
         return super().run(model, episodes, seed=seed, moments=moments)
+
+
+def test_too_few_particles_are_warned_of_where_contexts_do_not_differ():
+    class Same(Sharp):
+        def transition(self, state, action, context):
+            return pyro.sample("x", dist.Normal(state, 1.0))
+
+    with pytest.warns(UserWarning, match="particles count on average"):
+        cids.fit(Same(), likelihood=ParticleFilter(16), iterations=3, batch_size=20, seed=0, progress=False)
 
 
 def test_a_batch_whose_particles_died_is_left_out():
@@ -436,6 +556,10 @@ def test_a_progress_bar_says_how_it_goes(capsys):
         ("checkpoint", 3),
         ("checkpoint_every", 0),
         ("callbacks", ["print"]),
+        ("callbacks", print),
+        ("estimator", "reinforce"),
+        ("estimator", Reinforce),
+        ("checkpoint", "/dev/null/x"),
     ],
 )
 def test_nonsense_is_refused_by_name(argument, value):
@@ -447,6 +571,30 @@ def test_a_file_where_a_directory_should_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="checkpoint"):
         cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path / "file")
+
+
+def test_interrupted_at_once_it_can_still_be_drawn():
+    class AtOnce(ParticleFilter):
+        def run(self, *arguments, **settings):
+            raise KeyboardInterrupt
+
+    solution = cids.fit(LineGrid(), **{**SHORT, "likelihood": AtOnce(16)})
+    assert solution.history.sizes["iteration"] == 0
+    assert solution.plot(num_episodes=1) is not None
+
+
+def test_contexts_that_cannot_be_are_not_drawn():
+    solution = cids.fit(ContextualTiger(), **SHORT, prior=[0.5, 0.0, 0.5])
+    assert len(solution.plot(num_episodes=1).axes) == 3 + 2 * 2
+
+
+def test_nothing_to_see_is_nothing_to_learn():
+    class Blind(LineGrid):
+        def observation(self, state, action, context):
+            pass
+
+    with pytest.raises(ModelError, match="nothing is seen"):
+        cids.fit(Blind(), progress=False)
 
 
 def test_a_class_in_place_of_a_model_is_refused():

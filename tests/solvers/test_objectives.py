@@ -225,11 +225,37 @@ def test_new_units_do_not_change_what_the_critic_says():
     features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
     before = critic(features)[0]
     targets = 300.0 + 40.0 * torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
-    critic.rescale(targets, 1.0)
+    critic.rescale(targets)
+    assert bool(critic.settled)
     assert float(critic.scale) == pytest.approx(float(targets.std(correction=0)), rel=1e-4)
     torch.testing.assert_close(critic(features)[0], before, rtol=1e-4, atol=1e-3)
-    critic.rescale(-targets, 0.1)
+    critic.rescale(-targets)
+    assert 0 < float(targets.mean() - critic.mean) < 0.1 * float(targets.mean())
     torch.testing.assert_close(critic(features)[0], before, rtol=1e-4, atol=1e-3)
+
+
+def test_payoffs_without_spread_leave_the_units_alone():
+    critic = Critic(5, 2, 1)
+    critic.rescale(torch.full((10, 3), 7.0))
+    assert not bool(critic.settled)
+    assert (float(critic.mean), float(critic.scale)) == (7.0, 1.0)
+
+
+def test_the_first_step_on_a_batch_is_the_plain_gradient(tiger):
+    """Before anything is clipped, `terms` has the gradient of the estimates above, but for its units."""
+    model, policy = tiger
+    batch = drawn(model, policy, 100, seed=5)
+    log_policy, log_probs = logs(policy, batch.episodes)
+    payoffs = Information().payoffs(batch, log_probs.detach(), TEMPERATURE)
+    blank = torch.zeros(100, 3, 1, dtype=torch.float64)
+    now = Decisions(log_policy, log_probs, blank[..., 0], blank, blank)
+    estimator = ActorCritic()
+    advantages = estimator.advantages(payoffs, now.detached())
+    terms = estimator.terms(batch, advantages, now.detached(), now, Critic(1, 3, 1), 0.0)
+    weights = [*policy.lstm.parameters(), *policy.logits.parameters()]
+    ours = flat(torch.autograd.grad(terms["policy"], weights, retain_graph=True))
+    plain = flat(torch.autograd.grad(-(advantages * log_probs).mean(), weights))
+    torch.testing.assert_close(ours * advantages.square().mean().sqrt(), plain)
 
 
 def test_clipping_stops_the_gradient_where_the_policy_has_gone_far_enough():
@@ -260,7 +286,15 @@ def test_what_is_no_objective_is_refused(objective):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("epochs", 0), ("trace", 1.5), ("clip", 0.0), ("exploration", -1.0), ("value_weight", -1.0)],
+    [
+        ("epochs", 0),
+        ("trace", 1.5),
+        ("clip", 0.0),
+        ("exploration", -1.0),
+        ("random_actions", 1.0),
+        ("value_weight", -1.0),
+        ("max_gradient_norm", -1.0),
+    ],
 )
 def test_estimators_refuse_nonsense_by_name(name, value):
     with pytest.raises(ValueError, match=name):

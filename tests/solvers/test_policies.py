@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
-from solvers.policies import Encoding, LSTMPolicy, unroll
+from solvers.policies import Encoding, LSTMPolicy, Mixed, unroll
 from tests.programs import EyesOpen, Plates
 
 
@@ -77,6 +77,36 @@ def test_inputs_are_what_they_should_be():
     number = inputs[:, 1:, -1][seen]
     assert abs(number.mean()) < 0.9
     assert 2.1 < number.std() < 4.2
+
+
+def test_what_was_not_seen_is_zero_and_does_not_count_for_the_units():
+    model = Dice()
+    episodes = simulate(model, RandomPolicy(3), 300, seed=0)
+    inputs = Encoding(model).sequence(episodes)
+    unseen = ~episodes.observed["warm"][:, :-1]
+    assert (inputs[:, 1:, -1][unseen] == 0).all()
+    assert float(inputs[:, 1:, -1].abs().max()) < 15  # of numbers near 300
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_chance_decides_now_and_then(chance):
+    """The mixture's probabilities, in single steps and whole sequences; what is ruled out stays so."""
+    model = Dice()
+    policy = LSTMPolicy(model, hidden=8, seed=1)
+    with torch.no_grad():
+        policy.logits.bias.copy_(torch.tensor([1.0, 0.0, -torch.inf]))
+    episodes = simulate(model, policy, 5, seed=2)
+    mixed = Mixed(policy, chance)
+    prior = torch.full((5, 2), 0.5)
+    p = policy.unroll(episodes)[0].softmax(-1)
+    expected = (1 - chance) * p + chance * torch.tensor([0.5, 0.5, 0.0])
+    logits = unroll(mixed, episodes, prior)[0]
+    torch.testing.assert_close(logits.softmax(-1), expected)
+    torch.testing.assert_close(stepwise(mixed, episodes).exp(), expected, rtol=1e-4, atol=1e-5)
+    logits[..., 0].sum().backward()
+    assert all(
+        bool(weight.grad.isfinite().all()) for weight in policy.parameters() if weight.grad is not None
+    )
 
 
 def test_first_decisions_are_about_even(model):
