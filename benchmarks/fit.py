@@ -78,11 +78,12 @@ def played(learner: Learner, num_episodes: int, seed: int) -> Batch:
 def copied(learner: Learner) -> by_hand.Network:
     """The hand-written network with a learner's weights."""
     encoding = learner.policy.encoding
-    net = by_hand.Network(float(encoding.shift[-1]), float(encoding.scale[-1]))
+    net = by_hand.Network(float(encoding.shift_0), float(encoding.scale_0))
     for own, theirs in [(net.lstm, learner.policy.lstm), (net.logits, learner.policy.logits)]:
         own.load_state_dict(theirs.state_dict())
     net.value.load_state_dict(learner.critic.value.state_dict())
     net.context.load_state_dict(learner.critic.context.state_dict())
+    net.state.load_state_dict(learner.critic.state.state_dict())
     net.mean, net.spread = learner.critic.mean.clone(), learner.critic.scale.clone()
     return net
 
@@ -109,7 +110,9 @@ def agreement() -> None:
     A, targets = by_hand.standardised_advantages(rewards + tau * gain, said[1].detach())
     before = said[0].detach().gather(2, a[..., None]).squeeze(2)
     exploration = 0.1 * (1 - progress)
-    loss = by_hand.loss(net, said, a, before, A, targets, posterior[:-1].mT, exploration)
+    path = batch.episodes.states.T[:-1]  # [T, B]
+    states = (path - path.mean()) / path.std(correction=0)
+    loss = by_hand.loss(net, said, a, before, A, targets, posterior[:-1].mT, states, exploration)
     gradient = torch.autograd.grad(loss, [*net.lstm.parameters(), *net.logits.parameters()])
 
     filtering = batch.filtering

@@ -40,12 +40,13 @@ class Network(nn.Module):
         self.logits = nn.Linear(UNITS, A)
         self.value = nn.Linear(UNITS, 1)
         self.context = nn.Linear(UNITS, 2)
+        self.state = nn.Linear(UNITS, 1)
         self.mean, self.spread = torch.zeros(()), torch.ones(())  # units of the values
         nn.init.orthogonal_(self.logits.weight, gain=0.1)
         nn.init.zeros_(self.logits.bias)
 
-    def forward(self, inputs: Tensor, chance: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of actions `[T, B, A]`, values `[T, B]`, and those of contexts `[T, B, C]`."""
+    def forward(self, inputs: Tensor, chance: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities of actions `[T, B, A]` and contexts `[T, B, C]`, values and states `[T, B]`."""
         hidden, _ = self.lstm(inputs)
         logits = self.logits(hidden)
         if chance:
@@ -53,7 +54,7 @@ class Network(nn.Module):
         else:
             log_policy = logits.log_softmax(-1)
         value = self.mean + self.spread * self.value(hidden).squeeze(-1)
-        return log_policy, value, self.context(hidden).log_softmax(-1)
+        return log_policy, value, self.context(hidden).log_softmax(-1), self.state(hidden).squeeze(-1)
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, weight: float) -> None:
@@ -67,31 +68,30 @@ class Network(nn.Module):
 
 def encode(net: Network, a: Tensor, z: Tensor) -> Tensor:
     """Inputs `[T, B, A + 4]` of the network along episodes `[T, B]`."""
-    inputs = blank(net, a.shape[1])
+    inputs = blank(a.shape[1])
     inputs[1:, :, : A + 1] = ONE_HOT[a[:-1] + 1]
     inputs[1:, :, A + 2] = a[:-1] == 2
-    inputs[1:, :, A + 3] = (z[:-1] - net.shift) / net.scale
+    inputs[1:, :, A + 3] = (z[:-1] - net.shift) / net.scale * (a[:-1] == 2)
     return inputs
 
 
-def blank(net: Network, B: int) -> Tensor:
+def blank(B: int) -> Tensor:
     """Inputs of nothing but times: previous action, time, whether something was seen, and what."""
     inputs = torch.zeros(T, B, A + 4)
     inputs[0, :, 0] = 1
     inputs[:, :, A + 1] = (torch.arange(T) / T)[:, None]
-    inputs[0, :, A + 3] = -net.shift / net.scale
     return inputs
 
 
 @torch.no_grad()
-def rollout(net: Network, c: Tensor, chance: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs `[T, B, A + 4]`, actions, observations and rewards `[T, B]` of episodes in contexts `[B]`."""
+def rollout(net: Network, c: Tensor, chance: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Inputs `[T, B, A + 4]`; states, actions, observations and rewards `[T, B]`, in contexts `[B]`."""
     B, side = len(c), SIDE[c]
     weights, W, b = net.lstm.all_weights[0], net.logits.weight.T, net.logits.bias
     process, sensor = PROCESS**0.5 * torch.randn(T, B), torch.randn(T, B)
     gumbel = torch.empty(T, B, A).exponential_().log_()  # minus Gumbel noise: `multinomial` is slower
     random, anything = torch.rand(T, B) < chance, torch.randint(A, (T, B))
-    inputs = blank(net, B)
+    inputs = blank(B)
     h = m = torch.zeros(B, UNITS)
     x, states, actions, seen = INITIAL**0.5 * torch.randn(B), [], [], []
     for t in range(T):
@@ -109,10 +109,11 @@ def rollout(net: Network, c: Tensor, chance: float) -> tuple[Tensor, Tensor, Ten
         if t + 1 < T:
             inputs[t + 1, :, : A + 1] = ONE_HOT[a + 1]
             inputs[t + 1, :, A + 2] = observe
-            inputs[t + 1, :, A + 3] = (z - net.shift) / net.scale
-    depth = side * torch.stack(states)
+            inputs[t + 1, :, A + 3] = (z - net.shift) / net.scale * observe
+    path = torch.stack(states)
+    depth = side * path
     rewards = (depth > GOAL).float() - (depth < 0).float()
-    return inputs, torch.stack(actions), torch.stack(seen), rewards
+    return inputs, path, torch.stack(actions), torch.stack(seen), rewards
 
 
 @torch.no_grad()
@@ -151,30 +152,32 @@ def assess(c: Tensor, increments: Tensor, expected: Tensor) -> tuple[Tensor, Ten
 
 def loss(
     net: Network,
-    now: tuple[Tensor, Tensor, Tensor],
+    now: tuple[Tensor, Tensor, Tensor, Tensor],
     a: Tensor,
     before: Tensor,
     advantages: Tensor,
     targets: Tensor,
     posterior: Tensor,
+    states: Tensor,
     exploration: float,
 ) -> Tensor:
-    """PPO's, the critic's two, and the entropy's; `now` is what the network says along the episodes."""
-    log_policy, values, log_contexts = now
+    """PPO's, the critic's three, and the entropy's; `now` is what the network says along the episodes."""
+    log_policy, values, log_contexts, guess = now
     ratio = (log_policy.gather(2, a[..., None]).squeeze(2) - before).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     policy = -torch.minimum(ratio * advantages, clipped * advantages).mean()
     value = VALUE * ((values - targets) / net.spread).square().mean()
     context = -(posterior * log_contexts).sum(-1).mean()
     entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
-    return policy + value + context - exploration * entropy
+    state = (guess - states).square().mean()
+    return policy + value + context + state - exploration * entropy
 
 
 def standardised_advantages(payoffs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """GAE in units of its spread, and the critic's targets, `[T, B]`."""
+    """GAE in units of its size, and the critic's targets, `[T, B]`."""
     after = torch.cat([values[1:], torch.zeros_like(values[:1])])
     advantages = DISCOUNT @ (payoffs + after - values)
-    return advantages / advantages.std(), advantages + values
+    return advantages / advantages.square().mean().sqrt(), advantages + values
 
 
 class Peer:
@@ -201,7 +204,7 @@ class Peer:
         tau = 3.0 * (0.5 / 3.0) ** min(progress / 0.7, 1.0)
         started = time.perf_counter()
         c = (torch.arange(self.B) >= self.B / 2).long()
-        inputs, a, z, rewards = rollout(self.net, c, chance)
+        inputs, path, a, z, rewards = rollout(self.net, c, chance)
         measured = {"return": rewards.sum(0).mean().item()}
         played = time.perf_counter()
         posterior, expected, gain = assess(c, *filtered(a, z))
@@ -211,7 +214,9 @@ class Peer:
         done = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = 6e-3 + (3e-4 - 6e-3) * progress
-        measured |= self.improve(inputs, a, expected + tau * gain, posterior, chance, 0.1 * (1 - progress))
+        states = (path - path.mean()) / path.std()
+        payoffs = expected + tau * gain
+        measured |= self.improve(inputs, a, payoffs, posterior, states, chance, 0.1 * (1 - progress))
         measured["seconds_rollout"] = played - started
         measured["seconds_likelihood"] = done - played
         measured["seconds_gradient"] = time.perf_counter() - done
@@ -224,6 +229,7 @@ class Peer:
         a: Tensor,
         payoffs: Tensor,
         posterior: Tensor,
+        states: Tensor,
         chance: float,
         exploration: float,
     ) -> dict[str, float]:
@@ -238,7 +244,7 @@ class Peer:
         for epoch in range(EPOCHS):
             now = now if epoch == 0 else net(inputs, chance)
             self.optimizer.zero_grad()
-            total = loss(net, now, a, before, advantages, targets, answer, exploration)
+            total = loss(net, now, a, before, advantages, targets, answer, states, exploration)
             total.backward()
             norm = nn.utils.clip_grad_norm_(self.weights, LONGEST)
             self.optimizer.step()
