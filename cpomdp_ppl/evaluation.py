@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.functional import one_hot
 from tqdm.auto import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy, stratified
@@ -115,6 +116,7 @@ def evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
+    told: bool = False,
     batch_size: int = 4000,
     workers: int = 1,
     progress: bool = False,
@@ -132,6 +134,7 @@ def evaluate(
         likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact that
             serves the model: exact operators, a grid for one-dimensional states, or 1,024 particles.
         prior: Over contexts, `[C]`; the model's if left out.
+        told: Whether the policy is told the context: it then starts from a prior that is sure of it.
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
             needs the extra `parallel`. It makes no difference to the result.
@@ -156,7 +159,7 @@ def evaluate(
     parts = -(-B // size)
     contexts = stratified(p, B)
     tasks = [
-        (model, as_policy(policy), contexts[k::parts], p, backend, [int(word) for word in words])
+        (model, as_policy(policy), contexts[k::parts], p, told, backend, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
     outcomes = list(tqdm(_each(tasks, workers), total=parts, disable=not progress, desc="episodes"))
@@ -181,7 +184,7 @@ def evaluate(
     )
 
 
-Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor, Backend, list[int]]"
+Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor, bool, Backend, list[int]]"
 Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
 """Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
 
@@ -203,9 +206,10 @@ def _play_alone(task: Task) -> Outcome:
 
 
 def _play(task: Task) -> Outcome:
-    model, policy, contexts, prior, backend, seeds = task
+    model, policy, contexts, prior, told, backend, seeds = task
     watched = Watched(policy, seeds[1])
-    episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=prior, seed=seeds[0])
+    believed = one_hot(contexts, model.num_contexts).double() if told else prior
+    episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=seeds[0])
     filtering = backend.run(model, episodes, seed=seeds[2], moments=False)
     assert episodes.contexts is not None
     assert episodes.returns is not None
