@@ -1,13 +1,16 @@
 """Probabilistic programming for contextual POMDPs."""
 
+from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import EpisodesFileError, ModelError
+from cpomdp_ppl.evaluation import compare, evaluate
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.policy import FunctionPolicy, History, Percept, Policy, RandomPolicy
 from cpomdp_ppl.simulate import simulate
 
 __all__ = [
     "CPOMDP",
+    "Agent",
     "Episodes",
     "EpisodesFileError",
     "FunctionPolicy",
@@ -16,5 +19,7 @@ __all__ = [
     "Percept",
     "Policy",
     "RandomPolicy",
+    "compare",
+    "evaluate",
     "simulate",
 ]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.context import entropy, stratified
+from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 from solvers.estimators import Critic, Decisions
 from solvers.objectives import Batch
-from solvers.policies import Encoding, Mixed, SequencePolicy, unroll
+from solvers.policies import Mixed, SequencePolicy, unroll
 from solvers.schedules import as_schedule
 
 if TYPE_CHECKING:

@@ -75,3 +75,25 @@ class Learnable(Walk):
 
     def transition(self, state, action, context):
         return pyro.sample("x", dist.Normal(state + self.drift * action, 1.0))
+
+
+class Dice(CPOMDP):
+    """Observations that are indices, an event of two, and a number far from zero; also before acting."""
+
+    contexts, actions, horizon = 2, 3, 4
+    initial_observation = True
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(300.0, 1.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, 1.0))
+
+    def observation(self, state, action, context):
+        looks = torch.tensor(True) if action is None else action == 2
+        pyro.sample("face", dist.Categorical(torch.ones(6)).mask(looks))
+        pyro.sample("pair", dist.Categorical(torch.ones(2, 4)).to_event(1).mask(looks))
+        pyro.sample("warm", dist.Normal(state, 0.1).mask(looks))
+
+    def reward(self, state, action, context):
+        return torch.zeros_like(state)

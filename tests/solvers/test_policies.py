@@ -1,36 +1,12 @@
 from __future__ import annotations
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
-from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
-from solvers.policies import Encoding, LSTMPolicy, Mixed, unroll
-from tests.programs import EyesOpen, Plates
-
-
-class Dice(CPOMDP):
-    """Observations that are indices, an event of two, and a number far from zero; also before acting."""
-
-    contexts, actions, horizon = 2, 3, 4
-    initial_observation = True
-
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(300.0, 1.0))
-
-    def transition(self, state, action, context):
-        return pyro.sample("x", dist.Normal(state, 1.0))
-
-    def observation(self, state, action, context):
-        looks = torch.tensor(True) if action is None else action == 2
-        pyro.sample("face", dist.Categorical(torch.ones(6)).mask(looks))
-        pyro.sample("pair", dist.Categorical(torch.ones(2, 4)).to_event(1).mask(looks))
-        pyro.sample("warm", dist.Normal(state, 0.1).mask(looks))
-
-    def reward(self, state, action, context):
-        return torch.zeros_like(state)
+from cpomdp_ppl import RandomPolicy, simulate
+from solvers.policies import LSTMPolicy, Mixed, unroll
+from tests.programs import Dice, EyesOpen, Plates
 
 
 def stepwise(policy, episodes):
@@ -58,34 +34,6 @@ def test_whole_sequences_agree_for_plates_indices_and_initial_observations(progr
     episodes = simulate(model, policy, 5, seed=2)
     at_once = policy.unroll(episodes)[0].log_softmax(-1)
     torch.testing.assert_close(at_once, stepwise(policy, episodes), rtol=1e-4, atol=1e-5)
-
-
-def test_inputs_are_what_they_should_be():
-    model = Dice()
-    encoding = Encoding(model)
-    episodes = simulate(model, RandomPolicy(3), 300, seed=0)
-    inputs = encoding.sequence(episodes)
-    # 3 actions and none yet, time; a flag and 6 classes; a flag and 2 x 4 classes; a flag and a number
-    assert inputs.shape == (300, 4, 4 + 1 + 7 + 9 + 2)
-    assert (inputs[:, 0, 0] == 1).all()  # no action yet
-    assert torch.equal(inputs[:, 1:, 1:4].argmax(-1), episodes.actions[:, :-1])
-    assert torch.equal(inputs[:, :, 4], (torch.arange(4) / 4).expand(300, 4))
-    seen = episodes.observed["face"][:, :-1]
-    assert torch.equal(inputs[:, 1:, 5].bool(), seen)
-    assert torch.equal(inputs[:, 1:, 6:12].sum(-1).bool(), seen)  # a class only where one was seen
-    assert torch.equal(inputs[:, 1:, 6:12].argmax(-1)[seen], episodes.observations["face"][:, :-1][seen])
-    number = inputs[:, 1:, -1][seen]
-    assert abs(number.mean()) < 0.9
-    assert 2.1 < number.std() < 4.2
-
-
-def test_what_was_not_seen_is_zero_and_does_not_count_for_the_units():
-    model = Dice()
-    episodes = simulate(model, RandomPolicy(3), 300, seed=0)
-    inputs = Encoding(model).sequence(episodes)
-    unseen = ~episodes.observed["warm"][:, :-1]
-    assert (inputs[:, 1:, -1][unseen] == 0).all()
-    assert float(inputs[:, 1:, -1].abs().max()) < 15  # of numbers near 300
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3])

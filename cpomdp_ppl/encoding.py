@@ -1,0 +1,147 @@
+"""What an agent learns in a step, as numbers for a network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions.constraints import independent, integer_interval
+from torch.nn.functional import embedding, one_hot
+
+from cpomdp_ppl.arrays import on_the_right
+from cpomdp_ppl.errors import ModelError, require_model
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.simulate import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.signature import ObservationSite
+
+# Standard deviation of a number that was observed, as a network gets it. With 1, observations drown in the
+# one-hot actions beside them, and the gradient as printed falls for "always one way" before it hears them.
+SPREAD = 3.0
+CALIBRATION = 256  # episodes of random actions whose observations set the scale of a network's inputs
+
+
+class Encoding(nn.Module):
+    """What an agent learns in a step, as numbers for a network.
+
+    The previous action (one-hot, with a class of its own before the first), the time, and for every
+    observation site whether it was seen and its value: one-hot where the model's program says that it is
+    one of a few integers, and standardised otherwise, by what random actions get to see.
+
+    Args:
+        model: Whose percepts.
+        seed: Of the episodes that set the scale.
+
+    Attributes:
+        size: How many numbers F there are.
+    """
+
+    identity: Tensor
+
+    def __init__(self, model: CPOMDP, seed: int = 0) -> None:
+        super().__init__()
+        require_model(model)
+        self.num_actions = model.num_actions
+        identity = torch.eye(self.num_actions + 1, device=model.device)
+        self.register_buffer("identity", identity, persistent=False)
+        self.horizon = model.horizon
+        self.sites = dict(signature(model).observations)
+        if not self.sites:
+            raise ModelError(type(model).__name__, ["observation: has no sample site: nothing is seen"])
+        episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION, seed=seed)
+        for i, name in enumerate(self.sites):
+            shift, scale = self._units(episodes, name)
+            self.register_buffer(f"shift_{i}", shift)
+            self.register_buffer(f"scale_{i}", scale)
+        self.size = self.sequence(episodes).shape[-1]
+
+    def _units(self, episodes: Episodes, name: str) -> tuple[Tensor, Tensor]:
+        """Mean, and standard deviation over `SPREAD`, of a site's numbers where they were seen, `[width]`."""
+        site, dtype = self.sites[name], torch.get_default_dtype()
+        if _is_index(site):
+            return torch.zeros((), device=episodes.device), torch.ones((), device=episodes.device)
+        values, flags = episodes.observations[name].flatten(0, 1), episodes.observed[name].flatten(0, 1)
+        if episodes.initial_observations is not None and episodes.initially_observed is not None:
+            values = torch.cat([values, episodes.initial_observations[name]])
+            flags = torch.cat([flags, episodes.initially_observed[name]])
+        x = _flat(values, 1).double()  # [n, width]
+        seen = _flat(on_the_right(flags, values).expand_as(values), 1).double()
+        n = seen.sum(0).clamp(min=1)
+        mean = (x * seen).sum(0) / n
+        sd = ((x - mean).square() * seen).sum(0).div(n).sqrt()
+        return mean.to(dtype), torch.where(sd > 0, sd / SPREAD, 1.0).to(dtype)
+
+    def step(self, percept: Percept, time: int) -> Tensor:
+        """Of one percept, `[B, F]`."""
+        flags = next(iter(percept.observed.values()))
+        B = flags.shape[0]
+        action = percept.action if percept.action is not None else flags.new_full((B,), -1, dtype=torch.long)
+        at = torch.full((B,), time / self.horizon, device=flags.device)
+        return self._numbers(action, at, percept.observations, percept.observed)
+
+    def sequence(self, episodes: Episodes) -> Tensor:
+        """Of everything that is known at times 0 … T - 1, `[B, T, F]`."""
+        return self._numbers(*self._sequence(episodes))
+
+    def _sequence(self, episodes: Episodes) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Previous actions, times, observations and flags, one step later than episodes have them."""
+        B, T = episodes.actions.shape
+        before = episodes.actions.new_full((B, 1), -1)
+        actions = torch.cat([before, episodes.actions[:, :-1]], 1)
+        time = (torch.arange(T, device=actions.device) / self.horizon).expand(B, T)
+
+        def later(values: Mapping[str, Tensor], first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+            return {
+                name: torch.cat(
+                    [
+                        torch.zeros_like(value[:, :1]) if first is None else first[name][:, None],
+                        value[:, :-1],
+                    ],
+                    1,
+                )
+                for name, value in values.items()
+            }
+
+        observations = later(episodes.observations, episodes.initial_observations)
+        return actions, time, observations, later(episodes.observed, episodes.initially_observed)
+
+    def _numbers(
+        self, action: Tensor, time: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
+    ) -> Tensor:
+        axes = action.dim()
+        # One-hot by looking up rows of the identity: `one_hot` goes through integers and is slower.
+        parts = [embedding(action + 1, self.identity), time[..., None]]
+        for i, (name, site) in enumerate(self.sites.items()):
+            flags, values = observed[name], observations[name]
+            if _is_index(site):
+                base = _base(site.support)
+                inside = values.long() - base.lower_bound
+                values = one_hot(inside.clamp(min=0), base.upper_bound - base.lower_bound + 1)
+            seen = _flat(on_the_right(flags, values).expand_as(values), axes)
+            numbers = (_flat(values, axes) - getattr(self, f"shift_{i}")) / getattr(self, f"scale_{i}")
+            parts += [_flat(flags, axes), numbers * seen]  # zero where nothing was seen
+        return torch.cat([part.to(torch.get_default_dtype()) for part in parts], -1)
+
+
+def _flat(values: Tensor, axes: int) -> Tensor:
+    return values.flatten(axes) if values.dim() > axes else values[..., None]
+
+
+def _base(support: Any) -> Any:
+    while isinstance(support, independent):
+        support = support.base_constraint
+    return support
+
+
+def _is_index(site: ObservationSite) -> bool:
+    """Whether values are one of a few integers, of more than two: bits are numbers already."""
+    base = _base(site.support)
+    return isinstance(base, integer_interval) and 2 <= base.upper_bound - base.lower_bound < 64
