@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from cpomdp_ppl.models import LightDark
 from solvers import cids
 
@@ -31,11 +33,12 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=None, help="instead of the default")
     options = parser.parse_args()
 
+    torch.set_num_threads(1)  # tensors are small here: threads would mostly wait for each other
     model = LightDark()
     solution = cids.fit(model, seed=options.seed, iterations=options.iterations)
     result = solution.evaluate()
 
-    print(f"\nLight–Dark, C-IDS with a particle filter, seed {options.seed}; ")
+    print(f"\nLight–Dark, C-IDS with a particle filter, seed {options.seed};")
     print(f"{result.returns.num_episodes:,} episodes, posteriors by the {result.likelihood} filter\n")
     print(result)
     print(REFERENCES)
