@@ -1,0 +1,376 @@
+"""POMCP and POUCT (Silver and Veness, 2010) from pomdp-py, on any CPOMDP.
+
+The search is pomdp-py's; it plans in the POMDP whose states are `(s, c, t)`, and meets the model's programs
+through `baselines.pomdp_py_adapter`. Needs the extra `pomcp`.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+from contextlib import contextmanager, redirect_stdout
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baselines.pomdp_py_adapter import (
+    UNSEEN,
+    Binning,
+    Choices,
+    LockStep,
+    PlannerPOMCP,
+    PlannerPOUCT,
+    Rows,
+    agent,
+    particles,
+    planner,
+    require_exploration,
+)
+from cpomdp_ppl.errors import require_count, require_model
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.state import map_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import pomdp_py
+    from numpy.typing import NDArray
+
+    from baselines.pomdp_py_adapter import Limits, Rollout, RolloutsAsked, Scheme, Symbol
+    from cpomdp_ppl.inference.online import OnlineFilter
+    from cpomdp_ppl.inference.particle_filter import Cloud
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import History, Percept
+
+CALIBRATION_EPISODES = 1000
+"""Episodes of random actions that tell the scale of returns, and where observations lie."""
+
+EPISODES_AT_ONCE = 256
+"""Trees that grow side by side: enough to drown the programs' overhead, few enough to fit in memory."""
+
+
+class _TreeSearch:
+    """What both have in common: settings, and planning for all episodes at once."""
+
+    kind: type[RolloutsAsked]
+
+    def __init__(
+        self,
+        model: CPOMDP,
+        num_simulations: int = 500,
+        *,
+        bins: int | None = 10,
+        limits: Limits | None = None,
+        scheme: Scheme = "uniform",
+        rollout: Rollout = "blind",
+        exploration: float | None = None,
+        num_particles: int = 500,
+        seed: int | None = 0,
+    ) -> None:
+        require_model(model)
+        require_exploration(exploration)
+        with isolated(seed):  # complains about a seed that is none
+            pass
+        self.model = model
+        self.num_simulations = require_count("num_simulations", num_simulations)
+        self.num_particles = require_count("num_particles", num_particles)
+        self.rollout = rollout
+        self.seed = seed
+        self.signature = signature(model)
+        self.rows = Rows(self.signature, model.device)
+        self.choices = Choices(model.num_actions)
+        policy = RandomPolicy(model.num_actions)
+        episodes = simulate(model, policy, CALIBRATION_EPISODES, seed=self._seed(0))
+        self.binning = Binning.of(self.signature.observations, episodes, bins, limits, scheme)
+        assert episodes.returns is not None
+        spread = 2 * float(episodes.returns.std())
+        self.exploration = float(exploration) if exploration is not None else spread
+        with inferring(model, self._seed(0)):
+            LockStep(Generative(model), self.binning, rollout)  # complains about a rollout that is none
+
+    def _seed(self, *key: int) -> int | None:
+        """A seed for each purpose."""
+        if self.seed is None:
+            return None
+        return int(np.random.SeedSequence([int(self.seed), *key]).generate_state(1)[0])
+
+    def _plan(self, agents: Sequence[pomdp_py.Agent], time: int) -> Tensor:
+        """Grow a tree for every agent; the best actions, `[B]`."""
+        lockstep = LockStep(Generative(self.model), self.binning, self.rollout)
+
+        def task(each: pomdp_py.Agent) -> Any:
+            return lambda: self._planner(time).plan(each).index
+
+        found: list[int] = []
+        with without_garbage_collection():
+            for i in range(0, len(agents), EPISODES_AT_ONCE):
+                found += lockstep.run([task(each) for each in agents[i : i + EPISODES_AT_ONCE]])
+        return torch.tensor(found, device=self.model.device)
+
+    def _planner(self, time: int) -> Any:
+        """A new one for each step, as its depth is what is left of the horizon."""
+        return planner(
+            self.kind,
+            horizon=self.model.horizon,
+            time=time,
+            num_simulations=self.num_simulations,
+            exploration=self.exploration,
+            policy=self.choices,
+        )
+
+
+class POUCT(_TreeSearch):
+    """Tree search from the belief of a particle filter.
+
+    At every step pomdp-py's POUCT grows a new tree, whose roots are drawn from the package's particle filter.
+    The filter takes observations as they are; only inside the tree are they binned, as the search can only
+    learn from what it meets again.
+
+    Args:
+        model: The CPOMDP.
+        num_simulations: Simulations for each decision.
+        bins: How many bins for each number of a continuous observation; None for none.
+        limits: Where bins begin and end, for all sites or by site. Left out, where the observations of random
+            actions lie, but for a percent; the outermost bins are open in any case.
+        scheme: `"uniform"` for bins of equal width, `"quantile"` for bins that random actions see equally
+            often.
+        rollout: How a simulation goes on below the tree: `"blind"` takes one action at random and keeps to
+            it; `"random"` takes a new one at every step. Neither sees the context it is in. One that did
+            would earn, after `observe` as after anything else, what an agent earns that is told the context:
+            to the search, observing would look like full revelation, and it would only observe.
+        exploration: The constant of UCB1, on the scale of returns; left out, twice the standard deviation of
+            the return of random actions.
+        num_particles: Of the filter for each context, and of the belief that simulations start from.
+        seed: Of everything random; None takes fresh entropy.
+
+    Example:
+        >>> from cpomdp_ppl import simulate
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> model = LineGrid()
+        >>> simulate(model, POUCT(model, num_simulations=50), 10, seed=0).returns.shape
+        torch.Size([10])
+    """
+
+    kind = PlannerPOUCT
+
+    def start(self, prior: Tensor) -> OnlineFilter:
+        """The filter before anything was seen, for priors `[B, C]`."""
+        backend = ParticleFilter(self.num_particles)
+        return backend.online(self.model, len(prior), prior=prior, seed=self._seed(1))
+
+    def act(self, history: History, memory: OnlineFilter) -> tuple[Tensor, OnlineFilter]:
+        """Take in what was seen, and search; actions `[B]` and the filter."""
+        online, t = copy(memory), history.time  # a copy, as the caller may want to go on from there again
+        if t > 0 or self.model.initial_observation:
+            seen = history.latest
+            online.observe(seen.action, seen.observations, seen.observed)
+        with inferring(self.model, self._seed(2, t)):
+            roots = self._roots(online.belief, online.posterior, t)
+            agents = [agent(root, self.model.horizon, self.choices) for root in roots]
+            return self._plan(agents, t), online
+
+    def _roots(self, cloud: Cloud, posterior: Tensor, time: int) -> Iterator[pomdp_py.Particles]:
+        """Draw states and contexts for every episode."""
+        C, B, N = cloud.weights.shape
+        joint = (posterior.T[:, :, None] * cloud.weights).movedim(1, 0).reshape(B, C * N)
+        drawn = torch.multinomial(joint, self.num_particles, replacement=True)  # [B, M] of C·N
+        rows = self.rows.of(map_state(lambda leaf: leaf.flatten(0, 2), cloud.state))  # [C·B·N, K]
+        b = torch.arange(B, device=drawn.device)[:, None]
+        c = drawn // N
+        x = rows[(c * B + b) * N + drawn % N]  # [B, M, K]
+        return map(particles, x.numpy(force=True), c.numpy(force=True), [time] * B)
+
+
+@dataclass
+class Deprivation:
+    """How often a belief was lost, over everything a policy has done so far.
+
+    Attributes:
+        updates: How often a belief was brought up to date.
+        looks: In how many of those there was something to see.
+        deprived: How often no particle was left.
+        episodes: How many episodes there were.
+        episodes_deprived: In how many of them it happened at least once.
+    """
+
+    updates: int = 0
+    looks: int = 0
+    deprived: int = 0
+    episodes: int = 0
+    episodes_deprived: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The share of updates that left no particle."""
+        return self.deprived / max(self.updates, 1)
+
+    @property
+    def episode_rate(self) -> float:
+        """The share of episodes in which that happened."""
+        return self.episodes_deprived / max(self.episodes, 1)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """What POMCP remembers. A step takes it over: the trees of the step before become part of the new ones.
+
+    Attributes:
+        prior: Over contexts, `[B, C]`.
+        agents: pomdp-py's, with belief and tree; none before the first step.
+        deprived: Which episodes have ever lost their belief, bool `[B]`.
+    """
+
+    prior: Tensor
+    agents: tuple[pomdp_py.Agent, ...]
+    deprived: NDArray[np.bool_]
+
+
+class POMCP(_TreeSearch):
+    """POMCP as in the paper: the tree below what was done and seen is kept, and its particles are the belief.
+
+    A particle gets there only if a simulation has seen just what was seen. With `bins=None` and continuous
+    observations none ever has: pomdp-py gives up with "Particle deprivation". With bins this is rarer, but
+    the particles are few, and pomdp-py fills up their number with copies. Where none is left, the belief
+    before is pushed through the action, and what was seen is ignored; if that happens every time, it is the
+    prior pushed through all actions. `deprivation` counts how often it did, in this process.
+
+    Args:
+        model: The CPOMDP.
+        num_simulations: Simulations for each decision.
+        bins: How many bins for each number of a continuous observation; None for none.
+        limits: Where bins begin and end; see `POUCT`.
+        scheme: `"uniform"` or `"quantile"`; see `POUCT`.
+        rollout: `"blind"` or `"random"`; see `POUCT`.
+        exploration: The constant of UCB1; see `POUCT`.
+        num_particles: Of the belief.
+        seed: Of everything random; None takes fresh entropy.
+
+    Attributes:
+        deprivation: How often a belief was lost so far. It decides nothing.
+
+    Example:
+        >>> from cpomdp_ppl import simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark(horizon=4)
+        >>> policy = POMCP(model, num_simulations=50, num_particles=50)
+        >>> episodes = simulate(model, policy, 10, seed=0)
+        >>> 0 <= policy.deprivation.rate <= 1
+        True
+    """
+
+    kind = PlannerPOMCP
+
+    def __init__(self, model: CPOMDP, num_simulations: int = 500, **settings: Any) -> None:
+        super().__init__(model, num_simulations, **settings)
+        self.deprivation = Deprivation()
+
+    def start(self, prior: Tensor) -> Trees:
+        """No trees yet; priors `[B, C]`."""
+        self.deprivation.episodes += len(prior)
+        return Trees(prior, (), np.zeros(len(prior), dtype=bool))
+
+    def act(self, history: History, memory: Trees) -> tuple[Tensor, Trees]:
+        """Go down the tree to what was seen, and search on from there; actions `[B]` and the trees."""
+        t = history.time
+        with inferring(self.model, self._seed(2, t)):
+            programs = Generative(self.model)
+            symbols = self.binning.symbols(history.latest)
+            if t == 0:
+                memory, lost = self._plant(programs, memory, symbols)
+            else:
+                lost = self._descend(programs, memory.agents, history.latest, symbols, t)
+            if t > 0 or self.model.initial_observation:
+                self._count(memory, symbols, lost)
+            deprived = memory.deprived.copy()
+            deprived[lost] = True
+            return self._plan(memory.agents, t), replace(memory, deprived=deprived)
+
+    def _count(self, memory: Trees, symbols: list[Symbol], lost: list[int]) -> None:
+        self.deprivation.updates += len(symbols)
+        self.deprivation.looks += sum(any(v != UNSEEN for v in symbol.value) for symbol in symbols)
+        self.deprivation.deprived += len(lost)
+        self.deprivation.episodes_deprived += int((~memory.deprived[lost]).sum())
+
+    def _plant(self, programs: Generative, memory: Trees, symbols: list[Symbol]) -> tuple[Trees, list[int]]:
+        """Agents with a belief about `s_0`, and which of them had none left by what was seen at time 0."""
+        B, N = len(memory.prior), self.num_particles
+        c = torch.multinomial(memory.prior.double(), N, replacement=True)  # [B, N]
+        state = programs.initial(c.flatten())
+        x = self.rows.of(state).reshape(B, N, -1)
+        lost = []
+        if self.model.initial_observation:
+            foreseen = self.binning.symbols(programs.look(state, c.flatten()))
+            for b in range(B):
+                alike = [n for n in range(N) if foreseen[b * N + n] == symbols[b]]
+                if not alike:
+                    lost.append(b)
+                    continue
+                n = torch.tensor(alike)[torch.randint(len(alike), (N,))]
+                x[b], c[b] = x[b, n], c[b, n]
+        beliefs = map(particles, x.numpy(force=True), c.numpy(force=True), [0] * B)
+        agents = tuple(agent(belief, self.model.horizon, self.choices) for belief in beliefs)
+        return replace(memory, agents=agents), lost
+
+    def _descend(
+        self,
+        programs: Generative,
+        agents: tuple[pomdp_py.Agent, ...],
+        seen: Percept,
+        symbols: list[Symbol],
+        time: int,
+    ) -> list[int]:
+        """Bring trees and beliefs up to date. Returns the episodes whose belief was lost, and replaced."""
+        assert seen.action is not None
+        before = [each.belief for each in agents]
+        lost = []
+        updating = self._planner(time)
+        with redirect_stdout(io.StringIO()):  # pomdp-py reports when it fills up particles
+            for b, (each, a, symbol) in enumerate(zip(agents, seen.action.tolist(), symbols, strict=True)):
+                choice = self.choices.choices[a]
+                each.update_history(choice, symbol)
+                try:
+                    updating.update(each, choice, symbol)
+                except ValueError as error:
+                    if "deprivation" not in str(error):
+                        raise
+                    lost.append(b)
+        pushed = self._pushed(programs, [before[b] for b in lost], seen.action[lost], time) if lost else []
+        for b, belief in zip(lost, pushed, strict=True):
+            agents[b].tree = None
+            agents[b].set_belief(belief)
+        return lost
+
+    def _pushed(
+        self, programs: Generative, beliefs: list[pomdp_py.Particles], action: Tensor, time: int
+    ) -> list[pomdp_py.Particles]:
+        """Beliefs moved by actions `[B]`, whatever was seen."""
+        states = [state for belief in beliefs for state in belief.particles]
+        sizes = [len(belief.particles) for belief in beliefs]
+        x = torch.tensor([state.row for state in states], dtype=torch.float64, device=self.rows.device)
+        c = torch.tensor([state.context for state in states], device=self.rows.device)
+        a = action.repeat_interleave(torch.tensor(sizes, device=action.device))
+        moved = self.rows.of(programs.step(self.rows.state(x), a, c).state)
+        parts = zip(moved.split(sizes), c.split(sizes), strict=True)
+        return [particles(x.numpy(force=True), c.numpy(force=True), time) for x, c in parts]
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Trees have no cycles, but are large, and to search them for cycles again and again takes its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
