@@ -1,0 +1,660 @@
+"""PFT-DPW: search in the tree of particle beliefs, widened as it is visited, for many episodes in lock step.
+
+Sunberg and Kochenderfer, "Online algorithms for POMDPs with continuous state, action, and observation spaces"
+(2018). A node is a belief, an edge an action that is taken in it. Actions of a CPOMDP are finitely many, so
+that only observations need progressive widening. With a temperature, information about the context is a
+reward, too (IPFT; Fischer and Tas, 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.arrays import as_indices
+from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
+from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.inference.particle_filter import SMC, Cloud
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import History, Percept
+    from cpomdp_ppl.signature import Signature
+
+Commitment: TypeAlias = int | str | Callable[[int], int | str]
+"""An action to repeat until the end, by index or name, or a function from the time to one."""
+
+LeafValue: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+"""A user's own: `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`."""
+
+LEAVES = ("commitment", "qmdp", "rollout")
+BYTES_AT_ONCE = 2**29
+SPREAD = 0.5
+"""The default exploration constant, in units of what returns met in a search are apart."""
+TINY = 1e-12
+"""In place of 0: an untried action has an infinite bonus, and 0 times ∞ is no number."""
+DISCRETE_OUTCOMES = 64
+"""Outcomes drawn for an edge where there may be equal ones among them."""
+NEVER = 2**40
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a `PFT` policy remembers: the belief it has come to.
+
+    Attributes:
+        belief: Particles, leaves `[C, B, …]`.
+        log_posterior: `log P(c | h)`, float64 `[B, C]`.
+    """
+
+    belief: Cloud
+    log_posterior: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PFT:
+    """PFT-DPW as a policy: at every step, a search from the belief it has come to.
+
+    A belief is a particle filter for every context, with the posterior over contexts. What an action earns in
+    it is `Σ_c P(c | h) E[r_c(s, a) | h, c]`; with a temperature τ, the fall of the posterior's entropy is
+    added, τ units of reward a nat, and the search maximises `E[return] + τ I(C; Y)`.
+
+    What is seen after an action is drawn from the belief as a step of the model, context and all. A new draw
+    comes into play as long as there are at most `k N^α` different ones after N visits; otherwise those in
+    play take turns. Equal observations share a child: if few values, or nothing at all, can be seen, the tree
+    is narrow. A search ends at the horizon, and a new node is worth what `leaf` says.
+
+    Args:
+        model: The CPOMDP.
+        num_simulations: Simulations in a search, each of which adds a node.
+        num_particles: Particles for every context in a node.
+        exploration: UCB1's constant, in units of reward. Left out, half of what the best and the worst return
+            that simulations have met in a search are apart.
+        widening: `(k, α)`.
+        leaf: What a new node is worth. `"commitment"`: the best of the commitments, chosen without knowing
+            the context, which some policy earns; `"qmdp"`: the best in each context, as if it were known,
+            which is optimistic; `"rollout"`: random actions; or a function
+            `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`.
+        commitments: What `"commitment"` and `"qmdp"` choose from: actions to repeat, by index or name, or
+            functions from the time to one. Left out, every action.
+        temperature: τ, for IPFT.
+        leaf_particles: States M in every context that a leaf is valued by.
+        root_particles: Particles for every context in the filter that follows the episode.
+        chunk: How many episodes to handle at once; chosen to bound memory if left out. Chunks have random
+            numbers of their own.
+        seed: The same seed gives the same decisions; None takes fresh entropy.
+
+    Example:
+        >>> from cpomdp_ppl.evaluation import evaluate
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> model = LineGrid(horizon=6)
+        >>> evaluate(model, PFT(model, 100), 50).returns.mean > 5
+        True
+    """
+
+    model: CPOMDP
+    num_simulations: int = 500
+    num_particles: int = 32
+    exploration: float | None = None
+    widening: tuple[float, float] = (2.0, 0.25)
+    leaf: str | LeafValue = "commitment"
+    commitments: Sequence[Commitment] | None = None
+    temperature: float = 0.0
+    leaf_particles: int = 4
+    root_particles: int = 1000
+    chunk: int | None = None
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        require_model(self.model)
+        for name in ("num_simulations", "num_particles", "leaf_particles", "root_particles"):
+            object.__setattr__(self, name, require_count(name, getattr(self, name)))
+        if self.chunk is not None:
+            object.__setattr__(self, "chunk", require_count("chunk", self.chunk))
+        if self.exploration is not None:
+            _require_number("exploration", self.exploration, "None or a number, not negative")
+        _require_number("temperature", self.temperature, "a number, not negative")
+        pair = isinstance(self.widening, Sequence) and len(self.widening) == 2
+        require(pair, "widening", self.widening, "a pair (k, α)")
+        k, alpha = self.widening
+        _require_number("widening", k, "a pair (k, α) with k positive", above=0.0)
+        _require_number("widening", alpha, "a pair (k, α) with α from 0 to 1")
+        require(alpha <= 1, "widening", self.widening, "a pair (k, α) with α from 0 to 1")
+        known = callable(self.leaf) or self.leaf in LEAVES
+        require(known, "leaf", self.leaf, f"one of {list(LEAVES)}, or a function")
+        number = whole_number(self.seed)
+        proper = self.seed is None or (number is not None and number >= 0)
+        require(proper, "seed", self.seed, "None or an integer, not negative")
+        plans(self.model, self.commitments)
+
+    def start(self, prior: Tensor) -> Memory:
+        """The belief before anything was seen, from a prior over contexts `[B, C]`."""
+        B = len(prior)
+        p = as_prior(prior, self.model.num_contexts, B).expand(B, -1)
+        with inferring(self.model, self._seed(0)):
+            belief = ParticleFilter(self.root_particles).recursion(self.model).start(B)
+        return Memory(belief, p.to(self.model.device).log())
+
+    def act(self, history: History, memory: Memory) -> tuple[Tensor, Memory]:
+        """Take in what was just seen, search, and take the action that the search has visited most.
+
+        Raises:
+            DegenerateWeightsError: If no context can have produced what was seen.
+        """
+        t, B = history.time, history.num_episodes
+        if t > 0 or self.model.initial_observation:
+            memory = self.updated(memory, history.latest, t)
+        size = self._episodes_at_once() if self.chunk is None else self.chunk
+        parts = [range(i, min(i + size, B)) for i in range(0, B, size)]
+        trees = (self.search(_part(memory, part), t, number) for number, part in enumerate(parts))
+        return torch.cat([tree.most_visited() for tree in trees]), memory
+
+    def updated(self, memory: Memory, percept: Percept, time: int) -> Memory:
+        """The belief after a step (or an initial observation), which leaves the one before as it was."""
+        seen = _seen(percept.action, percept.observations, percept.observed, time)
+        with inferring(self.model, self._seed(1, time)):
+            filtering = ParticleFilter(self.root_particles).recursion(self.model)
+            belief = map_belief(torch.clone, memory.belief)  # a recursion writes into what it is given
+            condition = filtering.look if percept.action is None else filtering.step
+            belief, increment = condition(belief, seen)
+            joint = checked(self.model, memory.log_posterior.T, increment, seen)  # [C, B]
+        return Memory(belief, joint.log_softmax(0).T)
+
+    def search(self, memory: Memory, time: int, chunk: int = 0) -> Tree:
+        """The trees after all simulations, from beliefs held at a time; chunks draw different numbers."""
+        require(0 <= time < self.model.horizon, "time", time, f"0 to {self.model.horizon - 1}")
+        with inferring(self.model, self._seed(2, time, chunk)):
+            search = Search(self, memory, time)
+            for k in range(1, self.num_simulations + 1):
+                search.simulate(k)
+        return search.tree
+
+    def _seed(self, *purpose: int) -> int | None:
+        """A seed for each use of random numbers."""
+        if self.seed is None:
+            return None
+        return int(np.random.SeedSequence([self.seed, *purpose]).generate_state(1)[0])
+
+    def _episodes_at_once(self) -> int:
+        """As many as bound the memory that trees take."""
+        with inferring(self.model, 0):
+            signature = read_signature(self.model)
+        state = sum(leaf.shape.numel() for _, leaf in leaves(signature.state))
+        seen = sum(site.shape.numel() for site in signature.observations.values())
+        A, C, N, J = (
+            self.model.num_actions,
+            self.model.num_contexts,
+            self.num_particles,
+            most_outcomes(self, signature),
+        )
+        numbers = C * N * (state + 2) + J * (seen + 7) + 5 * A  # in a node
+        return int(max(1, BYTES_AT_ONCE // (4 * numbers * (self.num_simulations + 1))))
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """B trees of K nodes each, grown side by side: in each, simulation k may add the node k. The root is 0.
+
+    An edge is a node and an action. What can happen on it is kept with the first node it led to: J outcomes,
+    drawn beforehand, of which some are in play.
+
+    Attributes:
+        belief: Of every node, leaves `[K, C, B, …]`.
+        log_posterior: Over contexts, `[K, B, C]`.
+        depth: Steps from the root, `[K, B]`; -1 for nodes that were never added.
+        reward: Of the edge that leads to a node, `[K, B]`; 0 for the root.
+        visits: Of every edge, `[K, B, A]`.
+        values: The mean return of simulations through an edge, from there on, `[K, B, A]`.
+        first: The first node an edge led to, `[K, B, A]`; 0 for none.
+        observations: Outcomes of the edge whose first node this is, by site `[K, B, J, …]`.
+        observed: Whether they were observed, by site, bool `[K, B, J, …]`.
+        alike: The first of the outcomes that is equal to each, `[K, B, J]`.
+        distinct: How many of the first 0 … J are different, `[K, B, J + 1]`; NEVER where there are no more to
+            come.
+        in_play: How many outcomes are, `[K, B]`.
+        children: The nodes they lead to, `[K, B, J]`; 0 for none.
+    """
+
+    belief: Cloud
+    log_posterior: Tensor
+    depth: Tensor
+    reward: Tensor
+    visits: Tensor
+    values: Tensor
+    first: Tensor
+    observations: dict[str, Tensor]
+    observed: dict[str, Tensor]
+    alike: Tensor
+    distinct: Tensor
+    in_play: Tensor
+    children: Tensor
+
+    def most_visited(self) -> Tensor:
+        """The action visited most at the root, `[B]`; of several, the one of the highest value.
+
+        A mean return is trustworthy after many visits; an action that was lucky in a few is not chosen.
+        """
+        visits, values = self.visits[0], self.values[0]
+        most = visits == visits.amax(1, keepdim=True)
+        return torch.where(most, values, -torch.inf).argmax(1)
+
+
+def planted(cloud: Cloud, log_posterior: Tensor, programs: Generative, K: int, J: int) -> Tree:
+    """Trees of nothing but a root, with room for K nodes and J outcomes of an edge."""
+    B, A, device = len(log_posterior), programs.model.num_actions, log_posterior.device
+
+    def room(like: Tensor) -> Tensor:
+        kept = torch.empty((K, *like.shape), dtype=like.dtype, device=device)
+        kept[0] = like
+        return kept
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.zeros((K, B, *shape), dtype=dtype, device=device)
+
+    sites = programs.signature.observations
+    depth = zeros().fill_(-1)
+    depth[0] = 0
+    return Tree(
+        belief=map_belief(room, cloud),
+        log_posterior=room(log_posterior),
+        depth=depth,
+        reward=zeros(dtype=torch.float64),
+        visits=zeros(A, dtype=torch.float64),
+        values=zeros(A, dtype=torch.float64),
+        first=zeros(A),
+        observations={name: zeros(J, *site.shape, dtype=site.dtype) for name, site in sites.items()},
+        observed={name: zeros(J, *site.plates, dtype=torch.bool) for name, site in sites.items()},
+        alike=zeros(J),
+        distinct=zeros(J + 1).fill_(NEVER),
+        in_play=zeros(),
+        children=zeros(J),
+    )
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Where R of the B simulations leave the tree: at an edge, by an outcome that has no node yet.
+
+    Attributes:
+        episode: Which simulation, `[R]`.
+        node: The last one inside the tree, `[R]`.
+        action: Taken there, `[R]`.
+        first: The first node that edge led to, `[R]`; 0 if this is its first visit.
+        outcome: Which of the edge's, `[R]`.
+        depth: Of the node, `[R]`.
+    """
+
+    episode: Tensor
+    node: Tensor
+    action: Tensor
+    first: Tensor
+    outcome: Tensor
+    depth: Tensor
+
+
+class Search:
+    """B searches at work on their trees.
+
+    Args:
+        settings: The policy.
+        memory: The beliefs to start from.
+        time: When they are held.
+    """
+
+    def __init__(self, settings: PFT, memory: Memory, time: int) -> None:
+        self.settings, self.time = settings, time
+        self.model = settings.model
+        self.steps = self.model.horizon - time
+        self.B, self.C = memory.log_posterior.shape
+        self.A = self.model.num_actions
+        self.programs = Generative(self.model)
+        self.J = most_outcomes(settings, self.programs.signature)
+        self.filter: SMC = ParticleFilter(settings.num_particles).recursion(self.model)
+        self.plans = plans(self.model, settings.commitments).to(self.model.device)
+        cloud = self.root(memory.belief)
+        K = settings.num_simulations + 1
+        self.tree = planted(cloud, memory.log_posterior, self.programs, K, self.J)
+        k, alpha = settings.widening
+        self.limit = (
+            k * torch.arange(K, dtype=torch.float64, device=self.model.device) ** alpha
+        )  # of outcomes
+        self.limit[0] = 0
+        self.episode = torch.arange(self.B, device=self.model.device)
+        # At the root, from all the particles there are: of the last step nothing else matters.
+        self.first_reward = torch.stack([self.expected_reward(memory, a) for a in range(self.A)], 1)  # [B, A]
+        given = settings.exploration or 0.0
+        self.exploration = torch.full_like(self.first_reward[:, :1], max(given, TINY))  # [B, 1]
+        self.lowest = torch.full_like(self.first_reward[:, 0], torch.inf)  # return from the root so far, [B]
+        self.highest = -self.lowest
+
+    def root(self, belief: Cloud) -> Cloud:
+        """The particles of the root, drawn from the many of the filter."""
+        N = self.settings.num_particles
+        shape = (self.C, self.B, N)
+        weights = torch.full(shape, 1.0 / N, dtype=belief.weights.dtype, device=belief.weights.device)
+        return replace(
+            belief,
+            state=thinned(belief, N),
+            weights=weights,
+            eves=torch.zeros(shape, dtype=torch.int32, device=weights.device),
+            ess=torch.full_like(belief.ess, float(N)),
+        )
+
+    def expected_reward(self, memory: Memory, action: int) -> Tensor:
+        """What an action earns in the beliefs to start from, `[B]`."""
+        reward = self.filter.expected_reward(memory.belief, torch.full_like(self.episode, action))  # [C, B]
+        return (memory.log_posterior.exp() * reward.T).sum(1)
+
+    def simulate(self, k: int) -> None:
+        """Once through every tree: down to a new node k, its value, and back up."""
+        edges, nodes, frontier = self.descend()
+        value = torch.zeros(self.B, dtype=torch.float64, device=edges.device)
+        if len(frontier.episode):
+            value[frontier.episode] = self.expand(k, frontier)
+            nodes[frontier.depth, frontier.episode] = k
+        self.back_up(edges, nodes, value)
+
+    def descend(self) -> tuple[Tensor, Tensor, Frontier]:
+        """Follow UCB1 until a simulation leaves its tree, or meets the horizon.
+
+        Returns:
+            The edges taken (indices into `visits.view(-1)`), `[depth, B]`, -1 after the last; the nodes they
+            led to, likewise, 0 for none; and where simulations left.
+        """
+        tree, B, J = self.tree, self.B, self.J
+        first_of, in_play_of = tree.first.view(-1), tree.in_play.view(-1)
+        alike, distinct, children = tree.alike.view(-1), tree.distinct.view(-1), tree.children.view(-1)
+        node = torch.zeros_like(self.episode)
+        inside = torch.ones_like(self.episode, dtype=torch.bool)
+        path = []
+        for _ in range(self.steps):  # whoever has left begins again at the root, and leaves no trace there
+            at = torch.add(self.episode, node, alpha=B)
+            action, n = self.most_promising(at)
+            edge = torch.add(action, at, alpha=self.A)
+            first = first_of[edge]
+            home = torch.add(
+                self.episode, first, alpha=B
+            )  # the root's, on a first visit: it is nobody's child
+            in_play = in_play_of[home]
+            widened = (distinct[torch.add(in_play, home, alpha=J + 1)] <= self.limit[n]) & inside
+            in_play_of[home] = in_play + widened
+            # A new outcome, if one is due; otherwise those in play take turns.
+            turn = torch.where(widened, in_play, n % in_play.clamp(min=1))
+            outcome = alike[torch.add(turn, home, alpha=J)]
+            child = children[torch.add(outcome, home, alpha=J)] * inside
+            path.append(torch.stack([node, action, first, outcome, child, edge.where(inside, -1)]))
+            inside, node = child > 0, child
+            if not bool(inside.any()):
+                break
+        nodes, actions, firsts, outcomes, followed, edges = torch.stack(path, 1)  # each [depth, B]
+        depth = (followed > 0).sum(0)  # of the last node inside, or of the horizon
+        b = (depth < self.steps).nonzero()[:, 0]
+        depth = depth[b]
+        left = Frontier(b, nodes[depth, b], actions[depth, b], firsts[depth, b], outcomes[depth, b], depth)
+        return edges, followed, left
+
+    def most_promising(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The action of the highest confidence bound, untried ones first, and its visits, `[B]` each."""
+        visits = self.tree.visits.view(-1, self.A).index_select(0, at)  # [B, A]
+        log_total = visits.sum(1, keepdim=True).log_().clamp_(min=TINY)  # over 0 visits it must be ∞
+        bonus = (log_total / visits).sqrt_().mul_(self.exploration)
+        action = bonus.add_(self.tree.values.view(-1, self.A).index_select(0, at)).argmax(1, keepdim=True)
+        return action[:, 0], visits.gather(1, action)[:, 0].long()
+
+    def expand(self, k: int, frontier: Frontier) -> Tensor:
+        """Add a node k where simulations left their trees. Returns its value, `[R]`."""
+        tree, (b, node, a) = self.tree, (frontier.episode, frontier.node, frontier.action)
+        cell = (node * self.C + torch.arange(self.C, device=b.device)[:, None]) * self.B + b  # [C, R]
+
+        def belief_at(leaf: Tensor) -> Tensor:
+            return leaf.flatten(0, 2).index_select(0, cell.view(-1)).view(*cell.shape, *leaf.shape[3:])
+
+        cloud = map_belief(belief_at, tree.belief)
+        before = tree.log_posterior[node, b]  # [R, C]
+        self.open(k, frontier, cloud, before)
+        first = torch.where(frontier.first > 0, frontier.first, k)
+        seen = _seen(
+            a,
+            {site: values[first, b, frontier.outcome] for site, values in tree.observations.items()},
+            {site: flags[first, b, frontier.outcome] for site, flags in tree.observed.items()},
+            self.time + 1,
+        )
+        p = before.exp()
+        reward = (p * self.filter.expected_reward(cloud, a).T).sum(1)
+        reward = torch.where(node > 0, reward, self.first_reward[b, a])
+        cloud, increment = self.filter.step(cloud, seen)
+        after = conditioned(before, increment.T)
+        if self.settings.temperature > 0:
+            gain = torch.special.entr(p).sum(1) - torch.special.entr(after.exp()).sum(1)
+            reward += self.settings.temperature * gain
+
+        map_belief(lambda kept, leaf: kept[k].index_copy_(1, b, leaf), tree.belief, cloud)
+        tree.log_posterior[k].index_copy_(0, b, after)
+        tree.reward[k].index_copy_(0, b, reward)
+        tree.depth[k].index_copy_(0, b, frontier.depth + 1)
+        tree.children[first, b, frontier.outcome] = k
+        return self.value(cloud, after.exp(), self.time + 1 + frontier.depth)
+
+    def open(self, k: int, frontier: Frontier, cloud: Cloud, log_posterior: Tensor) -> None:
+        """Draw the outcomes of edges that were never visited, all that can ever be needed of them."""
+        rows = (frontier.first == 0).nonzero()[:, 0]
+        if not len(rows):
+            return
+        tree, b = self.tree, frontier.episode[rows]
+        states, contexts = self.draw(rows, cloud, log_posterior[rows])
+        action = frontier.action[rows, None].expand(-1, self.J).reshape(-1)
+        percept = self.programs.step(states, action, contexts).percept
+        numbers = []
+        for kept, drawn in ((tree.observations, percept.observations), (tree.observed, percept.observed)):
+            for site, values in drawn.items():
+                values = values.view(-1, self.J, *values.shape[1:])
+                kept[site][k].index_copy_(0, b, values)
+                numbers.append(values.reshape(len(rows), self.J, -1).double())
+        alike = first_alike(torch.cat(numbers, 2))  # [R, J]
+        tree.alike[k].index_copy_(0, b, alike)
+        new = alike == torch.arange(self.J, device=b.device)
+        tree.distinct[k, :, 1 : self.J].index_copy_(0, b, new.cumsum(1)[:, :-1])
+        tree.in_play[k].index_fill_(0, b, 1)
+        tree.first[frontier.node[rows], b, frontier.action[rows]] = k
+
+    def draw(self, rows: Tensor, cloud: Cloud, log_posterior: Tensor) -> tuple[Any, Tensor]:
+        """Draw J contexts and states from the beliefs of some rows. Returns leaves `[R·J, …]` and `[R·J]`."""
+        (C, _, N), R, J, device = cloud.weights.shape, len(rows), self.J, rows.device
+        # Points of a golden sequence: each is uniform, and the first few are well spread, however few.
+        points = torch.rand(R, 1, dtype=torch.float64, device=device)
+        points = (points + GOLDEN * torch.arange(J, dtype=torch.float64, device=device)) % 1  # [R, J]
+        contexts = inverted(log_posterior.exp(), points)  # [R, J]
+        weights = cloud.weights.index_select(1, rows)  # [C, R, N]
+        particles = inverted(weights, torch.rand(R, J, dtype=weights.dtype, device=device).expand(C, R, J))
+        particles = particles.gather(0, contexts[None])[0]  # [R, J]
+        flat = ((contexts * cloud.weights.shape[1] + rows[:, None]) * N + particles).view(-1)
+        return map_state(lambda leaf: leaf.flatten(0, 2).index_select(0, flat), cloud.state), contexts.view(
+            -1
+        )
+
+    def value(self, cloud: Cloud, posterior: Tensor, time: Tensor) -> Tensor:
+        """What new nodes are worth, `[R]`: nothing at the horizon."""
+        value = torch.zeros(len(time), dtype=torch.float64, device=time.device)
+        rows = (time < self.model.horizon).nonzero()[:, 0]
+        if not len(rows):
+            return value
+        if len(rows) < len(time):
+            cloud = map_belief(lambda leaf: leaf.index_select(1, rows), cloud)
+        states = thinned(cloud, self.settings.leaf_particles)
+        return value.index_copy_(0, rows, self.leaf_value(states, posterior[rows], time[rows]).double())
+
+    def leaf_value(self, states: Any, posterior: Tensor, time: Tensor) -> Tensor:
+        """What beliefs are worth, `[R]`, by states `[C, R, M, …]`, posterior `[R, C]` and time `[R]`."""
+        leaf, R, M = self.settings.leaf, len(time), self.settings.leaf_particles
+        if callable(leaf):
+            value = leaf(states, posterior, time)
+            right = isinstance(value, Tensor) and value.shape == (R,)
+            require(right, "leaf", getattr(value, "shape", value), f"values of shape [{R}]")
+            return value
+        if leaf == "rollout":  # every particle takes actions of its own
+            alone = map_state(lambda x: x.reshape(self.C, R * M, 1, *x.shape[3:]), states)
+            returns = self.play(alone, time.repeat_interleave(M), lambda t: torch.randint_like(t, self.A))
+            return (posterior * returns.view(self.C, R, M).mean(2).T).sum(1)
+        returns = self.returns_of(self.plans, states, time)  # [C, R, G]
+        if leaf == "qmdp":
+            return (posterior * returns.amax(2).T).sum(1)
+        return torch.einsum("rc,crg->rg", posterior, returns.double()).amax(1)
+
+    def returns_of(self, plans: Tensor, states: Any, time: Tensor) -> Tensor:
+        """What each plan `[G, T]` earns in every context, `[C, R, G]`, from states `[C, R, M, …]`."""
+        G = len(plans)
+        copies = map_state(lambda leaf: leaf.repeat_interleave(G, 1), states)  # [C, R·G, M, …]
+        which = torch.arange(G, device=time.device).repeat(len(time))
+        returns = self.play(copies, time.repeat_interleave(G), lambda t: plans[which, t])
+        return returns.view(self.C, len(time), G)
+
+    def play(self, states: Any, time: Tensor, action_at: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mean return of open-loop play in every context, `[C, R]`, from states `[C, R, M, …]`.
+
+        Args:
+            states: Where it begins.
+            time: When, `[R]`.
+            action_at: From times `[R]` to actions.
+        """
+        T, (_, some) = self.model.horizon, next(leaves(states))
+        shape = some.shape[:3]
+        total = torch.zeros(shape[:2], device=time.device)
+        last = T - 1 - int(time.min())
+        for ahead in range(last + 1):
+            t = time + ahead
+            action = action_at(t.clamp(max=T - 1))
+            total += self.filter.reward(states, action, shape).mean(2) * (t < T)
+            if ahead < last:
+                states = self.moved(states, action, shape)
+        return total
+
+    def moved(self, states: Any, action: Tensor, shape: torch.Size) -> Any:
+        """Where actions `[R]` lead from states `[C, R, M, …]`."""
+        after, _ = self.filter.proposal.transition(states, shape, Seen(0, action, {}, {}))
+        return self.filter.signature.broadcast(after, shape)
+
+    def back_up(self, edges: Tensor, nodes: Tensor, value: Tensor) -> None:
+        """Count the simulations, and average their returns, on all edges `[depth, B]` that they took."""
+        tree = self.tree
+        rewards = tree.reward[nodes, self.episode]  # 0 after the last: the root has none
+        returns = rewards.flip(0).cumsum(0).flip(0) + value  # to come, [depth, B]
+        if self.settings.exploration is None:
+            self.lowest, self.highest = self.lowest.minimum(returns[0]), self.highest.maximum(returns[0])
+            self.exploration = (SPREAD * (self.highest - self.lowest)).clamp_(min=TINY)[:, None]
+        taken = edges >= 0
+        edge, returns = edges[taken], returns[taken]
+        visits, values = tree.visits.view(-1), tree.values.view(-1)
+        n, mean = visits[edge] + 1, values[edge]  # no edge is taken twice: time goes on
+        visits[edge] = n
+        values[edge] = mean + (returns - mean) / n
+
+
+def most_outcomes(settings: PFT, signature: Signature) -> int:
+    """How many outcomes J to draw for an edge.
+
+    As many as can come into play, if no two are equal. Where some may be, they take no room in the tree, and
+    more of them tell better how likely each is.
+    """
+    k, alpha = settings.widening
+    S, sites = settings.num_simulations, signature.observations.values()
+    discrete = all(
+        not site.dtype.is_floating_point or (site.support is not None and site.support.is_discrete)
+        for site in sites
+    )
+    return int(min(S, max(math.floor(k * S**alpha) + 1, DISCRETE_OUTCOMES if discrete else 1)))
+
+
+def plans(model: CPOMDP, commitments: Sequence[Commitment] | None) -> Tensor:
+    """Commitments as the action at each time, `[G, T]`; if None, each action for ever."""
+    names, T = model.action_names, model.horizon
+    if commitments is None:
+        return torch.arange(len(names))[:, None].expand(-1, T)
+    many = isinstance(commitments, Sequence) and not isinstance(commitments, str) and len(commitments) > 0
+    require(many, "commitments", commitments, "a sequence of actions, or of functions from the time to one")
+
+    def action(given: Any) -> Tensor:
+        index = as_indices("commitments", given, names)
+        inside = index.dim() == 0 and 0 <= int(index) < len(names)
+        require(inside, "commitments", given, f"actions 0 to {len(names) - 1}, or names")
+        return index
+
+    rows = [[action(g(t) if callable(g) else g) for t in range(T)] for g in commitments]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def thinned(cloud: Cloud, M: int) -> Any:
+    """M states of equal weight for every context and episode, leaves `[C, B, M, …]`; contexts share luck."""
+    C, B, N = cloud.weights.shape
+    points = torch.arange(M, device=cloud.weights.device) + torch.rand(1, B, 1, device=cloud.weights.device)
+    picked = inverted(cloud.weights, (points / M).expand(C, B, M).to(cloud.weights.dtype))
+    rows = torch.arange(C * B, device=picked.device).view(C, B, 1)
+    flat = (rows * N + picked).view(-1)
+    return map_state(
+        lambda leaf: leaf.flatten(0, 2).index_select(0, flat).view(C, B, M, *leaf.shape[3:]), cloud.state
+    )
+
+
+def inverted(weights: Tensor, points: Tensor) -> Tensor:
+    """Where points `[…, M]` in [0, 1) fall in the distribution functions of weights `[…, N]`."""
+    total = weights.cumsum(-1)
+    found = torch.searchsorted(total / total[..., -1:], points.contiguous(), right=True)
+    return found.clamp(max=weights.shape[-1] - 1)
+
+
+def first_alike(outcomes: Tensor) -> Tensor:
+    """The number of the first outcome that is equal to each, `[R, J]`, of outcomes `[R, J, n]`."""
+    R, J, n = outcomes.shape
+    key = outcomes[..., 0]
+    if n > 1:  # a random projection tells outcomes apart
+        key = (outcomes * torch.rand(n, dtype=outcomes.dtype, device=outcomes.device)).sum(2)
+    key, order = key.sort(dim=1, stable=True)
+    place = torch.arange(J, device=key.device).expand(R, J)
+    begins = torch.where(key.diff(dim=1) == 0, 0, place[:, 1:])  # where a run of equal ones does
+    begins = torch.cat([place[:, :1], begins], 1).cummax(1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, begins))
+
+
+def conditioned(log_posterior: Tensor, increment: Tensor) -> Tensor:
+    """`log P(c | h, o)`, `[R, C]`, from log-densities of o.
+
+    It stays as it was if o is impossible in every context. That may be, for all that o was drawn from the
+    belief: the filter moves its particles anew.
+    """
+    joint = log_posterior + increment
+    possible = joint.amax(1, keepdim=True) > -torch.inf
+    return torch.where(possible, joint, log_posterior).log_softmax(1)
+
+
+def _seen(
+    action: Tensor | None, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], time: int
+) -> Seen:
+    """A step as filters want it."""
+    (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
+    return Seen(time, action, observations, observed, rows, complete=complete)
+
+
+def _part(memory: Memory, part: range) -> Memory:
+    """The memory of some episodes."""
+    belief = map_belief(lambda leaf: leaf[:, part.start : part.stop], memory.belief)
+    return Memory(belief, memory.log_posterior[part.start : part.stop])
+
+
+def _require_number(argument: str, value: Any, expected: str, above: float | None = None) -> None:
+    proper = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    proper = proper and math.isfinite(value) and (value >= 0 if above is None else value > above)
+    if not proper:
+        raise rejected(argument, value, expected)
