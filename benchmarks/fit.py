@@ -25,7 +25,7 @@ from cpomdp_ppl import simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.models import LightDark
 from solvers import cids
-from solvers.estimators import ActorCritic, Decisions, Reinforce
+from solvers.estimators import ActorCritic, Decisions, GradientStep, Reinforce
 from solvers.learner import Learner
 from solvers.objectives import Batch, Information, Variational
 from solvers.policies import LSTMPolicy
@@ -98,7 +98,8 @@ def agreement() -> None:
     now = ours.decide(batch)
     payoffs = ours.objective.payoffs(batch, now.log_probs.detach(), tau)
     advantages = ours.estimator.advantages(payoffs, now.detached())
-    terms = ours.estimator.terms(batch, advantages, now.detached(), now, ours.critic, progress)
+    step = GradientStep(batch, advantages, now.detached(), now, ours.critic, progress)
+    terms = ours.estimator.terms(step)
     our_loss = torch.stack(list(terms.values())).sum()
     our_gradient = torch.autograd.grad(our_loss, list(ours.policy.parameters()))
 

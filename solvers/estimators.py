@@ -88,6 +88,27 @@ class Critic(nn.Module):
         self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
 
 
+@dataclass(frozen=True, eq=False)
+class GradientStep:
+    """What one step of the gradient on a batch goes by.
+
+    Attributes:
+        batch: The episodes.
+        advantages: How much better each action did than expected, `[B, T]`.
+        before: Decisions of the policy that played, without gradient.
+        now: Decisions of the policy as it is now.
+        critic: Whose units values are in.
+        progress: How far the fit is, from 0 to 1.
+    """
+
+    batch: Batch
+    advantages: Tensor
+    before: Decisions
+    now: Decisions
+    critic: Critic
+    progress: float
+
+
 class Estimator(Protocol):
     """A loss whose gradient descends against the objective's."""
 
@@ -115,25 +136,8 @@ class Estimator(Protocol):
         """
         ...
 
-    def terms(
-        self,
-        batch: Batch,
-        advantages: Tensor,
-        before: Decisions,
-        now: Decisions,
-        critic: Critic,
-        progress: float,
-    ) -> dict[str, Tensor]:
-        """The loss, term by term.
-
-        Args:
-            batch: The episodes.
-            advantages: `[B, T]`.
-            before: Decisions of the policy that played, without gradient.
-            now: Decisions of the policy as it is now.
-            critic: Whose units values are in.
-            progress: How far the fit is, from 0 to 1.
-        """
+    def terms(self, step: GradientStep) -> dict[str, Tensor]:
+        """The loss, term by term."""
         ...
 
 
@@ -162,17 +166,10 @@ class Reinforce:
             total = total - total.mean()
         return total[:, None].expand_as(payoffs)
 
-    def terms(
-        self,
-        batch: Batch,
-        advantages: Tensor,
-        before: Decisions,
-        now: Decisions,
-        critic: Critic,
-        progress: float,
-    ) -> dict[str, Tensor]:
+    def terms(self, step: GradientStep) -> dict[str, Tensor]:
         """`−E[A Σ_t log π(a_t|h_t)]`."""
-        return {"policy": -(advantages.to(now.log_probs) * now.log_probs).sum(1).mean()}
+        log_probs = step.now.log_probs
+        return {"policy": -(step.advantages.to(log_probs) * log_probs).sum(1).mean()}
 
 
 FEWER = Linear(0.2, 0.0, until=0.5)
@@ -236,16 +233,9 @@ class ActorCritic:
         discount = torch.where(ahead >= 0, self.trace ** ahead.clamp(min=0), 0.0)
         return delta @ discount
 
-    def terms(
-        self,
-        batch: Batch,
-        advantages: Tensor,
-        before: Decisions,
-        now: Decisions,
-        critic: Critic,
-        progress: float,
-    ) -> dict[str, Tensor]:
+    def terms(self, step: GradientStep) -> dict[str, Tensor]:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
+        batch, advantages, before, now = step.batch, step.advantages, step.before, step.now
         dtype = now.log_probs.dtype
         size = advantages.square().mean().sqrt()
         A = (advantages / size.clamp(min=1e-8)).to(dtype)
@@ -255,11 +245,11 @@ class ActorCritic:
         posterior = batch.log_posterior[:, :-1].exp().to(dtype)
         possible = now.log_policy.clamp(min=torch.finfo(dtype).min)  # 0 · log 0 is 0
         entropy = -(now.log_policy.exp() * possible).sum(-1)
-        exploration = as_schedule("exploration", self.exploration)(progress)
+        exploration = as_schedule("exploration", self.exploration)(step.progress)
         states = standardised(batch.states[:, :-1]).to(dtype)
         return {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
-            "value": self.value_weight * ((now.values - targets) / critic.scale).square().mean(),
+            "value": self.value_weight * ((now.values - targets) / step.critic.scale).square().mean(),
             "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
             "state": self.state_weight * (now.states - states).square().mean(),
             "exploration": -exploration * entropy.mean(),

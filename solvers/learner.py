@@ -19,7 +19,7 @@ from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
-from solvers.estimators import Critic, Decisions
+from solvers.estimators import Critic, Decisions, GradientStep
 from solvers.objectives import Batch
 from solvers.policies import Mixed, SequencePolicy, unroll
 from solvers.schedules import as_schedule
@@ -194,8 +194,8 @@ class Learner:
         norms = []
         for epoch in range(self.estimator.epochs):
             now = now if epoch == 0 else self.decide(batch)
-            terms = self.estimator.terms(batch, advantages, before, now, self.critic, self.progress)
-            norms.append(self._descend(terms))
+            step = GradientStep(batch, advantages, before, now, self.critic, self.progress)
+            norms.append(self._descend(self.estimator.terms(step)))
         self.critic.rescale(to_come)
         return {"objective": float(payoffs.sum(1).mean()), "gradient_norm": sum(norms) / len(norms)}
 
