@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributions.constraints import independent, integer_interval
 from torch.nn.functional import embedding, one_hot
 
 from cpomdp_ppl.arrays import on_the_right
@@ -122,9 +121,8 @@ class Encoding(nn.Module):
         for i, (name, site) in enumerate(self.sites.items()):
             flags, values = observed[name], observations[name]
             if _is_index(site):
-                base = _base(site.support)
-                inside = values.long() - base.lower_bound
-                values = one_hot(inside.clamp(min=0), base.upper_bound - base.lower_bound + 1)
+                lowest, n = site.classes or (0, 0)
+                values = one_hot((values.long() - lowest).clamp(min=0), n)
             seen = _flat(on_the_right(flags, values).expand_as(values), axes)
             numbers = (_flat(values, axes) - getattr(self, f"shift_{i}")) / getattr(self, f"scale_{i}")
             parts += [_flat(flags, axes), numbers * seen]  # zero where nothing was seen
@@ -135,13 +133,6 @@ def _flat(values: Tensor, axes: int) -> Tensor:
     return values.flatten(axes) if values.dim() > axes else values[..., None]
 
 
-def _base(support: Any) -> Any:
-    while isinstance(support, independent):
-        support = support.base_constraint
-    return support
-
-
 def _is_index(site: ObservationSite) -> bool:
     """Whether values are one of a few integers, of more than two: bits are numbers already."""
-    base = _base(site.support)
-    return isinstance(base, integer_interval) and 2 <= base.upper_bound - base.lower_bound < 64
+    return site.classes is not None and site.classes[1] > 2

@@ -14,7 +14,6 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
-from torch.distributions import constraints
 
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.context import as_prior
@@ -43,8 +42,6 @@ Observation: TypeAlias = Array | dict[str, Any]
 
 LARGEST = float(np.finfo(np.float32).max)
 """The bound of what has none: Gymnasium takes an infinite one for a mistake."""
-MAX_CLASSES = 64
-"""Integers from a longer range than this are numbers, not classes."""
 
 
 class Encoding:
@@ -113,7 +110,7 @@ class Encoding:
     def _vector_space(self) -> spaces.Box:
         low, high = [np.zeros(self.num_actions + 2)], [np.ones(self.num_actions + 2)]
         for site in self.sites.values():
-            width, bounded = _width(site), _classes(site) is not None
+            width, bounded = _width(site), site.classes is not None
             low += [np.zeros(site.plates.numel()), np.full(width, 0.0 if bounded else -LARGEST)]
             high += [np.ones(site.plates.numel()), np.full(width, 1.0 if bounded else LARGEST)]
         low_, high_ = (np.concatenate(bounds).astype(np.float32) for bounds in (low, high))
@@ -127,38 +124,25 @@ class Encoding:
         for name, site in self.sites.items():
             value, seen = _value(site, values[name], flags[name]), flags[name]
             if _is_index(site):
-                _, n = _classes(site) or (0, 0)
+                _, n = site.classes or (0, 0)
                 one_hot = np.eye(n, dtype=np.float32)[value]  # [B, …, n]
                 value = one_hot * seen.reshape(seen.shape + (1,) * (one_hot.ndim - seen.ndim))
             parts += [seen.reshape(B, -1), value.reshape(B, -1)]
         return np.concatenate(parts, 1, dtype=np.float32)
 
 
-def _classes(site: ObservationSite) -> tuple[int, int] | None:
-    """The lowest of the integers a site takes, and how many they are, if they are few."""
-    base: Any = site.support
-    while isinstance(base, constraints.independent):
-        base = base.base_constraint
-    if base is constraints.boolean:
-        return 0, 2
-    if not isinstance(base, constraints.integer_interval):
-        return None
-    lowest, n = int(base.lower_bound), int(base.upper_bound - base.lower_bound) + 1
-    return (lowest, n) if n <= MAX_CLASSES else None
-
-
 def _is_index(site: ObservationSite) -> bool:
     """Whether values are one of a few integers; bits are numbers already."""
-    return _classes(site) not in (None, (0, 2))
+    return site.classes not in (None, (0, 2))
 
 
 def _width(site: ObservationSite) -> int:
-    _, n = _classes(site) or (0, 1)
+    _, n = site.classes or (0, 1)
     return site.shape.numel() * (n if _is_index(site) else 1)
 
 
 def _value_space(site: ObservationSite) -> spaces.Space[Any]:
-    classes = _classes(site)
+    classes = site.classes
     if classes is None:
         return spaces.Box(-LARGEST, LARGEST, site.shape or (1,), np.float32)
     if not _is_index(site):
@@ -170,7 +154,7 @@ def _value_space(site: ObservationSite) -> spaces.Space[Any]:
 
 def _value(site: ObservationSite, value: Array, seen: Array) -> Array:
     """Values `[B, …]` as elements of the site's space."""
-    classes = _classes(site)
+    classes = site.classes
     shape = (len(value), *(site.shape or (1,)))
     if classes is None:  # float64 may lie beyond float32
         return np.clip(value, -LARGEST, LARGEST).astype(np.float32).reshape(shape)

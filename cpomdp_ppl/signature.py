@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
 
 
+MAX_CLASSES = 64
+"""Integers from a longer range than this are numbers, not classes."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of a state: its shape right of the engine's axes, and its dtype."""
@@ -46,6 +50,17 @@ class ObservationSite:
     plates: torch.Size
     dtype: torch.dtype
     support: Constraint | None = None
+
+    @property
+    def classes(self) -> tuple[int, int] | None:
+        """The lowest of the integers that values are, and how many there are, if few; bits are two."""
+        base: Any = base_constraint(self.support)
+        if base is constraints.boolean:
+            return 0, 2
+        if not isinstance(base, constraints.integer_interval):
+            return None
+        lowest, n = int(base.lower_bound), int(base.upper_bound - base.lower_bound) + 1
+        return (lowest, n) if n <= MAX_CLASSES else None
 
 
 @dataclass(frozen=True)
@@ -125,12 +140,17 @@ def fixed_support(fn: Any) -> Constraint | None:
         support: Any = fn.support
     except NotImplementedError:
         return None
-    base = support
-    while isinstance(base, constraints.independent):
-        base = base.base_constraint
+    base = base_constraint(support)
     exact = base.is_discrete or base.event_dim == 0  # a simplex, say, holds only up to rounding
     plain = all(value is None or isinstance(value, int | float | str) for value in vars(base).values())
     return support if exact and plain else None
+
+
+def base_constraint(support: Any) -> Any:
+    """A constraint without its reinterpreted axes."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
 
 
 def _leaf(tensor: Tensor) -> Leaf:

@@ -97,3 +97,16 @@ class Dice(CPOMDP):
 
     def reward(self, state, action, context):
         return torch.zeros_like(state)
+
+
+class Noting:
+    """In front of a model: its states, noted by `pyro.deterministic`."""
+
+    def initial(self, context):
+        return pyro.deterministic("start", super().initial(context))
+
+    def transition(self, state, action, context):
+        return pyro.deterministic("moved", super().transition(state, action, context))
+
+    def observation(self, state, action, context):
+        super().observation(pyro.deterministic("seen", state), action, context)

@@ -14,7 +14,7 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.grid import Grid, GridFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from tests.programs import EyesOpen, Plates, Walk
+from tests.programs import EyesOpen, Noting, Plates, Walk
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "light_dark_dev.npz"
 
@@ -384,15 +384,8 @@ def test_plain_tensors_are_made_double():
     assert model.half.dtype == model.several[0].dtype == model.named["sd"].dtype == torch.float32
 
 
-class Noted(Outlier):
-    def initial(self, context):
-        return pyro.deterministic("start", super().initial(context))
-
-    def transition(self, state, action, context):
-        return pyro.deterministic("moved", super().transition(state, action, context))
-
-    def observation(self, state, action, context):
-        super().observation(pyro.deterministic("seen", state), action, context)
+class Noted(Noting, Outlier):
+    pass
 
 
 def test_deterministic_sites_are_no_sites():

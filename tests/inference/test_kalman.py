@@ -18,7 +18,7 @@ from cpomdp_ppl.inference.kalman import normal_points, square_root
 from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
-from tests.programs import EyesOpen, Learnable, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Noting, Plates, Walk
 
 FILTERS = {
     "ekf": ExtendedKalmanFilter(),
@@ -634,15 +634,8 @@ def test_square_roots_of_singular_matrices():
     assert bool(square_root(torch.full((2, 2), torch.nan)).isnan().any())
 
 
-class Noted(Walk):
-    def initial(self, context):
-        return pyro.deterministic("start", super().initial(context))
-
-    def transition(self, state, action, context):
-        return pyro.deterministic("moved", super().transition(state, action, context))
-
-    def observation(self, state, action, context):
-        super().observation(pyro.deterministic("seen", state), action, context)
+class Noted(Noting, Walk):
+    pass
 
 
 def test_deterministic_sites_are_no_sites(backend):

@@ -16,7 +16,7 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.observable_operator import ObservableOperator
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from tests.programs import Walk
+from tests.programs import Noting, Walk
 
 M = 3  # values of the categorical observation
 
@@ -395,15 +395,8 @@ def test_parameters_that_make_no_sense(program, site, value):
         ObservableOperator().run(Improper(program, value), episodes)
 
 
-class Noted(Random):
-    def initial(self, context):
-        return pyro.deterministic("start", super().initial(context))
-
-    def transition(self, state, action, context):
-        return pyro.deterministic("moved", super().transition(state, action, context))
-
-    def observation(self, state, action, context):
-        super().observation(pyro.deterministic("seen", state), action, context)
+class Noted(Noting, Random):
+    pass
 
 
 def test_deterministic_sites_are_no_sites():
