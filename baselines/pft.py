@@ -9,33 +9,29 @@ reward, too (IPFT; Fischer and Tas, 2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.context import as_prior
-from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number
+from baselines.belief import Memory, as_seen, conditioned, drawn, evenly_weighted, thinned
+from baselines.commitments import Commitment, plans, play, returns_of
+from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
+from cpomdp_ppl.inference.backend import inferring
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.isolation import require_seed, seed_for
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.inference.particle_filter import SMC, Cloud
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import History, Percept
+    from cpomdp_ppl.policy import History
     from cpomdp_ppl.signature import Signature
-
-Commitment: TypeAlias = int | str | Callable[[int], int | str]
-"""An action to repeat until the end, by index or name, or a function from the time to one."""
 
 LeafValue: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 """A user's own: `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`."""
@@ -49,20 +45,6 @@ TINY = 1e-12
 DISCRETE_OUTCOMES = 64
 """Outcomes drawn for an edge where there may be equal ones among them."""
 NEVER = 2**40
-GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a `PFT` policy remembers: the belief it has come to.
-
-    Attributes:
-        belief: Particles, leaves `[C, B, …]`.
-        log_posterior: `log P(c | h)`, float64 `[B, C]`.
-    """
-
-    belief: Cloud
-    log_posterior: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,28 +108,22 @@ class PFT:
         if self.chunk is not None:
             object.__setattr__(self, "chunk", require_count("chunk", self.chunk))
         if self.exploration is not None:
-            _require_number("exploration", self.exploration, "None or a number, not negative")
-        _require_number("temperature", self.temperature, "a number, not negative")
+            require_number("exploration", self.exploration, "None or a number, not negative")
+        require_number("temperature", self.temperature, "a number, not negative")
         pair = isinstance(self.widening, Sequence) and len(self.widening) == 2
         require(pair, "widening", self.widening, "a pair (k, α)")
         k, alpha = self.widening
-        _require_number("widening", k, "a pair (k, α) with k positive", above=0.0)
-        _require_number("widening", alpha, "a pair (k, α) with α from 0 to 1")
+        require_number("widening", k, "a pair (k, α) with k positive", above=0.0)
+        require_number("widening", alpha, "a pair (k, α) with α from 0 to 1")
         require(alpha <= 1, "widening", self.widening, "a pair (k, α) with α from 0 to 1")
         known = callable(self.leaf) or self.leaf in LEAVES
         require(known, "leaf", self.leaf, f"one of {list(LEAVES)}, or a function")
-        number = whole_number(self.seed)
-        proper = self.seed is None or (number is not None and number >= 0)
-        require(proper, "seed", self.seed, "None or an integer, not negative")
+        require_seed(self.seed)
         plans(self.model, self.commitments)
 
     def start(self, prior: Tensor) -> Memory:
         """The belief before anything was seen, from a prior over contexts `[B, C]`."""
-        B = len(prior)
-        p = as_prior(prior, self.model.num_contexts, B).expand(B, -1)
-        with inferring(self.model, self._seed(0)):
-            belief = ParticleFilter(self.root_particles).recursion(self.model).start(B)
-        return Memory(belief, p.to(self.model.device).log())
+        return Memory.first(self.model, prior, self.root_particles, seed_for(self.seed, 0))
 
     def act(self, history: History, memory: Memory) -> tuple[Tensor, Memory]:
         """Take in what was just seen, search, and take the action that the search has visited most.
@@ -155,39 +131,21 @@ class PFT:
         Raises:
             DegenerateWeightsError: If no context can have produced what was seen.
         """
-        t, B = history.time, history.num_episodes
+        t = history.time
         if t > 0 or self.model.initial_observation:
-            memory = self.updated(memory, history.latest, t)
+            memory = memory.after(self.model, history.latest, t, seed_for(self.seed, 1, t))
         size = self._episodes_at_once() if self.chunk is None else self.chunk
-        parts = [range(i, min(i + size, B)) for i in range(0, B, size)]
-        trees = (self.search(_part(memory, part), t, number) for number, part in enumerate(parts))
+        trees = (self.search(part, t, number) for number, part in enumerate(memory.parts(size)))
         return torch.cat([tree.most_visited() for tree in trees]), memory
-
-    def updated(self, memory: Memory, percept: Percept, time: int) -> Memory:
-        """The belief after a step (or an initial observation), which leaves the one before as it was."""
-        seen = _seen(percept.action, percept.observations, percept.observed, time)
-        with inferring(self.model, self._seed(1, time)):
-            filtering = ParticleFilter(self.root_particles).recursion(self.model)
-            belief = map_belief(torch.clone, memory.belief)  # a recursion writes into what it is given
-            condition = filtering.look if percept.action is None else filtering.step
-            belief, increment = condition(belief, seen)
-            joint = checked(self.model, memory.log_posterior.T, increment, seen)  # [C, B]
-        return Memory(belief, joint.log_softmax(0).T)
 
     def search(self, memory: Memory, time: int, chunk: int = 0) -> Tree:
         """The trees after all simulations, from beliefs held at a time; chunks draw different numbers."""
         require(0 <= time < self.model.horizon, "time", time, f"0 to {self.model.horizon - 1}")
-        with inferring(self.model, self._seed(2, time, chunk)):
+        with inferring(self.model, seed_for(self.seed, 2, time, chunk)):
             search = Search(self, memory, time)
             for k in range(1, self.num_simulations + 1):
                 search.simulate(k)
         return search.tree
-
-    def _seed(self, *purpose: int) -> int | None:
-        """A seed for each use of random numbers."""
-        if self.seed is None:
-            return None
-        return int(np.random.SeedSequence([self.seed, *purpose]).generate_state(1)[0])
 
     def _episodes_at_once(self) -> int:
         """As many as bound the memory that trees take."""
@@ -325,7 +283,7 @@ class Search:
         self.J = most_outcomes(settings, self.programs.signature)
         self.filter: SMC = ParticleFilter(settings.num_particles).recursion(self.model)
         self.plans = plans(self.model, settings.commitments).to(self.model.device)
-        cloud = self.root(memory.belief)
+        cloud = evenly_weighted(thinned(memory.belief, settings.num_particles), memory.belief.weights.dtype)
         K = settings.num_simulations + 1
         self.tree = planted(cloud, memory.log_posterior, self.programs, K, self.J)
         k, alpha = settings.widening
@@ -335,29 +293,13 @@ class Search:
         self.limit[0] = 0
         self.episode = torch.arange(self.B, device=self.model.device)
         # At the root, from all the particles there are: of the last step nothing else matters.
-        self.first_reward = torch.stack([self.expected_reward(memory, a) for a in range(self.A)], 1)  # [B, A]
+        self.first_reward = torch.stack(
+            [memory.expected_reward(self.filter, a) for a in range(self.A)], 1
+        )  # [B, A]
         given = settings.exploration or 0.0
         self.exploration = torch.full_like(self.first_reward[:, :1], max(given, TINY))  # [B, 1]
         self.lowest = torch.full_like(self.first_reward[:, 0], torch.inf)  # return from the root so far, [B]
         self.highest = -self.lowest
-
-    def root(self, belief: Cloud) -> Cloud:
-        """The particles of the root, drawn from the many of the filter."""
-        N = self.settings.num_particles
-        shape = (self.C, self.B, N)
-        weights = torch.full(shape, 1.0 / N, dtype=belief.weights.dtype, device=belief.weights.device)
-        return replace(
-            belief,
-            state=thinned(belief, N),
-            weights=weights,
-            eves=torch.zeros(shape, dtype=torch.int32, device=weights.device),
-            ess=torch.full_like(belief.ess, float(N)),
-        )
-
-    def expected_reward(self, memory: Memory, action: int) -> Tensor:
-        """What an action earns in the beliefs to start from, `[B]`."""
-        reward = self.filter.expected_reward(memory.belief, torch.full_like(self.episode, action))  # [C, B]
-        return (memory.log_posterior.exp() * reward.T).sum(1)
 
     def simulate(self, k: int) -> None:
         """Once through every tree: down to a new node k, its value, and back up."""
@@ -427,7 +369,7 @@ class Search:
         before = tree.log_posterior[node, b]  # [R, C]
         self.open(k, frontier, cloud, before)
         first = torch.where(frontier.first > 0, frontier.first, k)
-        seen = _seen(
+        seen = as_seen(
             a,
             {site: values[first, b, frontier.outcome] for site, values in tree.observations.items()},
             {site: flags[first, b, frontier.outcome] for site, flags in tree.observed.items()},
@@ -455,12 +397,12 @@ class Search:
         if not len(rows):
             return
         tree, b = self.tree, frontier.episode[rows]
-        states, contexts = self.draw(rows, cloud, log_posterior[rows])
+        states, contexts = drawn(cloud, log_posterior[rows], rows, self.J)
         action = frontier.action[rows, None].expand(-1, self.J).reshape(-1)
         percept = self.programs.step(states, action, contexts).percept
         numbers = []
-        for kept, drawn in ((tree.observations, percept.observations), (tree.observed, percept.observed)):
-            for site, values in drawn.items():
+        for kept, fresh in ((tree.observations, percept.observations), (tree.observed, percept.observed)):
+            for site, values in fresh.items():
                 values = values.view(-1, self.J, *values.shape[1:])
                 kept[site][k].index_copy_(0, b, values)
                 numbers.append(values.reshape(len(rows), self.J, -1).double())
@@ -470,21 +412,6 @@ class Search:
         tree.distinct[k, :, 1 : self.J].index_copy_(0, b, new.cumsum(1)[:, :-1])
         tree.in_play[k].index_fill_(0, b, 1)
         tree.first[frontier.node[rows], b, frontier.action[rows]] = k
-
-    def draw(self, rows: Tensor, cloud: Cloud, log_posterior: Tensor) -> tuple[Any, Tensor]:
-        """Draw J contexts and states from the beliefs of some rows. Returns leaves `[R·J, …]` and `[R·J]`."""
-        (C, _, N), R, J, device = cloud.weights.shape, len(rows), self.J, rows.device
-        # Points of a golden sequence: each is uniform, and the first few are well spread, however few.
-        points = torch.rand(R, 1, dtype=torch.float64, device=device)
-        points = (points + GOLDEN * torch.arange(J, dtype=torch.float64, device=device)) % 1  # [R, J]
-        contexts = inverted(log_posterior.exp(), points)  # [R, J]
-        weights = cloud.weights.index_select(1, rows)  # [C, R, N]
-        particles = inverted(weights, torch.rand(R, J, dtype=weights.dtype, device=device).expand(C, R, J))
-        particles = particles.gather(0, contexts[None])[0]  # [R, J]
-        flat = ((contexts * cloud.weights.shape[1] + rows[:, None]) * N + particles).view(-1)
-        return map_state(lambda leaf: leaf.flatten(0, 2).index_select(0, flat), cloud.state), contexts.view(
-            -1
-        )
 
     def value(self, cloud: Cloud, posterior: Tensor, time: Tensor) -> Tensor:
         """What new nodes are worth, `[R]`: nothing at the horizon."""
@@ -507,45 +434,14 @@ class Search:
             return value
         if leaf == "rollout":  # every particle takes actions of its own
             alone = map_state(lambda x: x.reshape(self.C, R * M, 1, *x.shape[3:]), states)
-            returns = self.play(alone, time.repeat_interleave(M), lambda t: torch.randint_like(t, self.A))
+            returns = play(
+                self.filter, alone, time.repeat_interleave(M), lambda t: torch.randint_like(t, self.A)
+            )
             return (posterior * returns.view(self.C, R, M).mean(2).T).sum(1)
-        returns = self.returns_of(self.plans, states, time)  # [C, R, G]
+        returns = returns_of(self.plans, self.filter, states, time)  # [C, R, G]
         if leaf == "qmdp":
             return (posterior * returns.amax(2).T).sum(1)
         return torch.einsum("rc,crg->rg", posterior, returns.double()).amax(1)
-
-    def returns_of(self, plans: Tensor, states: Any, time: Tensor) -> Tensor:
-        """What each plan `[G, T]` earns in every context, `[C, R, G]`, from states `[C, R, M, …]`."""
-        G = len(plans)
-        copies = map_state(lambda leaf: leaf.repeat_interleave(G, 1), states)  # [C, R·G, M, …]
-        which = torch.arange(G, device=time.device).repeat(len(time))
-        returns = self.play(copies, time.repeat_interleave(G), lambda t: plans[which, t])
-        return returns.view(self.C, len(time), G)
-
-    def play(self, states: Any, time: Tensor, action_at: Callable[[Tensor], Tensor]) -> Tensor:
-        """The mean return of open-loop play in every context, `[C, R]`, from states `[C, R, M, …]`.
-
-        Args:
-            states: Where it begins.
-            time: When, `[R]`.
-            action_at: From times `[R]` to actions.
-        """
-        T, (_, some) = self.model.horizon, next(leaves(states))
-        shape = some.shape[:3]
-        total = torch.zeros(shape[:2], device=time.device)
-        last = T - 1 - int(time.min())
-        for ahead in range(last + 1):
-            t = time + ahead
-            action = action_at(t.clamp(max=T - 1))
-            total += self.filter.reward(states, action, shape).mean(2) * (t < T)
-            if ahead < last:
-                states = self.moved(states, action, shape)
-        return total
-
-    def moved(self, states: Any, action: Tensor, shape: torch.Size) -> Any:
-        """Where actions `[R]` lead from states `[C, R, M, …]`."""
-        after, _ = self.filter.proposal.transition(states, shape, Seen(0, action, {}, {}))
-        return self.filter.signature.broadcast(after, shape)
 
     def back_up(self, edges: Tensor, nodes: Tensor, value: Tensor) -> None:
         """Count the simulations, and average their returns, on all edges `[depth, B]` that they took."""
@@ -578,43 +474,6 @@ def most_outcomes(settings: PFT, signature: Signature) -> int:
     return int(min(S, max(math.floor(k * S**alpha) + 1, DISCRETE_OUTCOMES if discrete else 1)))
 
 
-def plans(model: CPOMDP, commitments: Sequence[Commitment] | None) -> Tensor:
-    """Commitments as the action at each time, `[G, T]`; if None, each action for ever."""
-    names, T = model.action_names, model.horizon
-    if commitments is None:
-        return torch.arange(len(names))[:, None].expand(-1, T)
-    many = isinstance(commitments, Sequence) and not isinstance(commitments, str) and len(commitments) > 0
-    require(many, "commitments", commitments, "a sequence of actions, or of functions from the time to one")
-
-    def action(given: Any) -> Tensor:
-        index = as_indices("commitments", given, names)
-        inside = index.dim() == 0 and 0 <= int(index) < len(names)
-        require(inside, "commitments", given, f"actions 0 to {len(names) - 1}, or names")
-        return index
-
-    rows = [[action(g(t) if callable(g) else g) for t in range(T)] for g in commitments]
-    return torch.stack([torch.stack(row) for row in rows])
-
-
-def thinned(cloud: Cloud, M: int) -> Any:
-    """M states of equal weight for every context and episode, leaves `[C, B, M, …]`; contexts share luck."""
-    C, B, N = cloud.weights.shape
-    points = torch.arange(M, device=cloud.weights.device) + torch.rand(1, B, 1, device=cloud.weights.device)
-    picked = inverted(cloud.weights, (points / M).expand(C, B, M).to(cloud.weights.dtype))
-    rows = torch.arange(C * B, device=picked.device).view(C, B, 1)
-    flat = (rows * N + picked).view(-1)
-    return map_state(
-        lambda leaf: leaf.flatten(0, 2).index_select(0, flat).view(C, B, M, *leaf.shape[3:]), cloud.state
-    )
-
-
-def inverted(weights: Tensor, points: Tensor) -> Tensor:
-    """Where points `[…, M]` in [0, 1) fall in the distribution functions of weights `[…, N]`."""
-    total = weights.cumsum(-1)
-    found = torch.searchsorted(total / total[..., -1:], points.contiguous(), right=True)
-    return found.clamp(max=weights.shape[-1] - 1)
-
-
 def first_alike(outcomes: Tensor) -> Tensor:
     """The number of the first outcome that is equal to each, `[R, J]`, of outcomes `[R, J, n]`."""
     R, J, n = outcomes.shape
@@ -626,35 +485,3 @@ def first_alike(outcomes: Tensor) -> Tensor:
     begins = torch.where(key.diff(dim=1) == 0, 0, place[:, 1:])  # where a run of equal ones does
     begins = torch.cat([place[:, :1], begins], 1).cummax(1).values
     return torch.empty_like(order).scatter_(1, order, order.gather(1, begins))
-
-
-def conditioned(log_posterior: Tensor, increment: Tensor) -> Tensor:
-    """`log P(c | h, o)`, `[R, C]`, from log-densities of o.
-
-    It stays as it was if o is impossible in every context. That may be, for all that o was drawn from the
-    belief: the filter moves its particles anew.
-    """
-    joint = log_posterior + increment
-    possible = joint.amax(1, keepdim=True) > -torch.inf
-    return torch.where(possible, joint, log_posterior).log_softmax(1)
-
-
-def _seen(
-    action: Tensor | None, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], time: int
-) -> Seen:
-    """A step as filters want it."""
-    (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
-    return Seen(time, action, observations, observed, rows, complete=complete)
-
-
-def _part(memory: Memory, part: range) -> Memory:
-    """The memory of some episodes."""
-    belief = map_belief(lambda leaf: leaf[:, part.start : part.stop], memory.belief)
-    return Memory(belief, memory.log_posterior[part.start : part.stop])
-
-
-def _require_number(argument: str, value: Any, expected: str, above: float | None = None) -> None:
-    proper = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    proper = proper and math.isfinite(value) and (value >= 0 if above is None else value > above)
-    if not proper:
-        raise rejected(argument, value, expected)

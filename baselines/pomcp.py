@@ -24,17 +24,18 @@ from baselines.pomdp_py_adapter import (
     LockStep,
     PlannerPOMCP,
     PlannerPOUCT,
+    Rollout,
     Rows,
     agent,
+    most_visited,
     particles,
     planner,
-    require_exploration,
 )
-from cpomdp_ppl.errors import require_count, require_model
+from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inferring
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.isolation import require_seed, seed_for
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.simulate import simulate
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import pomdp_py
     from numpy.typing import NDArray
 
-    from baselines.pomdp_py_adapter import Limits, Rollout, RolloutsAsked, Scheme, Symbol
+    from baselines.pomdp_py_adapter import Limits, RolloutsAsked, Scheme, Symbol
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.inference.particle_filter import Cloud
     from cpomdp_ppl.model import CPOMDP
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
 CALIBRATION_EPISODES = 1000
 """Episodes of random actions that tell the scale of returns, and where observations lie."""
+
+EXPLORATION: dict[Rollout, float] = {"commitment": 0.5, "blind": 2.0, "random": 2.0}
+"""The default constant of UCB1, in standard deviations of the return of random actions."""
 
 EPISODES_AT_ONCE = 256
 """Trees that grow side by side: enough to drown the programs' overhead, few enough to fit in memory."""
@@ -78,38 +82,37 @@ class _TreeSearch:
         seed: int | None = 0,
     ) -> None:
         require_model(model)
-        require_exploration(exploration)
-        with isolated(seed):  # complains about a seed that is none
-            pass
+        if exploration is not None:
+            require_number(
+                "exploration", exploration, "None or a number of at least 0, on the scale of returns"
+            )
+        require_seed(seed)
         self.model = model
         self.num_simulations = require_count("num_simulations", num_simulations)
         self.num_particles = require_count("num_particles", num_particles)
+        require(rollout in EXPLORATION, "rollout", rollout, f"one of {list(EXPLORATION)}")
         self.rollout = rollout
         self.seed = seed
         self.signature = signature(model)
         self.rows = Rows(self.signature, model.device)
         self.choices = Choices(model.num_actions)
         policy = RandomPolicy(model.num_actions)
-        episodes = simulate(model, policy, CALIBRATION_EPISODES, seed=self._seed(0))
+        episodes = simulate(model, policy, CALIBRATION_EPISODES, seed=seed_for(self.seed, 0))
         self.binning = Binning.of(self.signature.observations, episodes, bins, limits, scheme)
         assert episodes.returns is not None
-        spread = 2 * float(episodes.returns.std())
-        self.exploration = float(exploration) if exploration is not None else spread
-        with inferring(model, self._seed(0)):
-            LockStep(Generative(model), self.binning, rollout)  # complains about a rollout that is none
-
-    def _seed(self, *key: int) -> int | None:
-        """A seed for each purpose."""
-        if self.seed is None:
-            return None
-        return int(np.random.SeedSequence([int(self.seed), *key]).generate_state(1)[0])
+        spread = EXPLORATION[rollout] * float(episodes.returns.std())
+        self.exploration = spread if exploration is None else float(exploration)
 
     def _plan(self, agents: Sequence[pomdp_py.Agent], time: int) -> Tensor:
         """Grow a tree for every agent; the best actions, `[B]`."""
         lockstep = LockStep(Generative(self.model), self.binning, self.rollout)
 
         def task(each: pomdp_py.Agent) -> Any:
-            return lambda: self._planner(time).plan(each).index
+            def plan() -> int:
+                best = self._planner(time).plan(each)
+                return int((most_visited(each) if self.rollout == "commitment" else best).index)
+
+            return plan
 
         found: list[int] = []
         with without_garbage_collection():
@@ -144,12 +147,16 @@ class POUCT(_TreeSearch):
             actions lie, but for a percent; the outermost bins are open in any case.
         scheme: `"uniform"` for bins of equal width, `"quantile"` for bins that random actions see equally
             often.
-        rollout: How a simulation goes on below the tree: `"blind"` takes one action at random and keeps to
-            it; `"random"` takes a new one at every step. Neither sees the context it is in. One that did
-            would earn, after `observe` as after anything else, what an agent earns that is told the context:
-            to the search, observing would look like full revelation, and it would only observe.
-        exploration: The constant of UCB1, on the scale of returns; left out, twice the standard deviation of
-            the return of random actions.
+        rollout: How a simulation goes on below the tree. `"blind"` takes one action at random and keeps to
+            it; `"random"` takes a new one at every step; `"commitment"` plays every action to the end, in
+            all contexts, weighed by what the simulation has seen. These are the first values of the actions
+            of a new node, the best is the node's, and in the end the action visited most is taken; with the
+            others, it is the one of the highest mean, as pomdp-py has it. None of them sees the context it
+            is in. One that did would earn, after `observe` as after anything else, what an agent earns that
+            is told the context: to the search, observing would look like full revelation, and it would only
+            observe.
+        exploration: The constant of UCB1, on the scale of returns. Left out, twice the standard deviation of
+            the return of random actions; half of it with `"commitment"`, whose values are less noisy.
         num_particles: Of the filter for each context, and of the belief that simulations start from.
         seed: Of everything random; None takes fresh entropy.
 
@@ -166,7 +173,7 @@ class POUCT(_TreeSearch):
     def start(self, prior: Tensor) -> OnlineFilter:
         """The filter before anything was seen, for priors `[B, C]`."""
         backend = ParticleFilter(self.num_particles)
-        return backend.online(self.model, len(prior), prior=prior, seed=self._seed(1))
+        return backend.online(self.model, len(prior), prior=prior, seed=seed_for(self.seed, 1))
 
     def act(self, history: History, memory: OnlineFilter) -> tuple[Tensor, OnlineFilter]:
         """Take in what was seen, and search; actions `[B]` and the filter."""
@@ -174,7 +181,7 @@ class POUCT(_TreeSearch):
         if t > 0 or self.model.initial_observation:
             seen = history.latest
             online.observe(seen.action, seen.observations, seen.observed)
-        with inferring(self.model, self._seed(2, t)):
+        with inferring(self.model, seed_for(self.seed, 2, t)):
             roots = self._roots(online.belief, online.posterior, t)
             agents = [agent(root, self.model.horizon, self.choices) for root in roots]
             return self._plan(agents, t), online
@@ -188,7 +195,7 @@ class POUCT(_TreeSearch):
         b = torch.arange(B, device=drawn.device)[:, None]
         c = drawn // N
         x = rows[(c * B + b) * N + drawn % N]  # [B, M, K]
-        return map(particles, x.numpy(force=True), c.numpy(force=True), [time] * B)
+        return map(particles, x, c, [time] * B, posterior.log()[:, None].expand(B, self.num_particles, C))
 
 
 @dataclass
@@ -282,7 +289,7 @@ class POMCP(_TreeSearch):
     def act(self, history: History, memory: Trees) -> tuple[Tensor, Trees]:
         """Go down the tree to what was seen, and search on from there; actions `[B]` and the trees."""
         t = history.time
-        with inferring(self.model, self._seed(2, t)):
+        with inferring(self.model, seed_for(self.seed, 2, t)):
             programs = Generative(self.model)
             symbols = self.binning.symbols(history.latest)
             if t == 0:
@@ -307,17 +314,20 @@ class POMCP(_TreeSearch):
         c = torch.multinomial(memory.prior.double(), N, replacement=True)  # [B, N]
         state = programs.initial(c.flatten())
         x = self.rows.of(state).reshape(B, N, -1)
+        known = memory.prior.double().log()[:, None].expand(B, N, -1)
         lost = []
         if self.model.initial_observation:
-            foreseen = self.binning.symbols(programs.look(state, c.flatten()))
+            percept = programs.look(state, c.flatten())
+            known = known + programs.log_density(state, percept).view(B, N, -1)
+            foreseen = self.binning.symbols(percept)
             for b in range(B):
                 alike = [n for n in range(N) if foreseen[b * N + n] == symbols[b]]
                 if not alike:
                     lost.append(b)
                     continue
                 n = torch.tensor(alike)[torch.randint(len(alike), (N,))]
-                x[b], c[b] = x[b, n], c[b, n]
-        beliefs = map(particles, x.numpy(force=True), c.numpy(force=True), [0] * B)
+                x[b], c[b], known[b] = x[b, n], c[b, n], known[b, n]
+        beliefs = map(particles, x, c, [0] * B, known)
         agents = tuple(agent(belief, self.model.horizon, self.choices) for belief in beliefs)
         return replace(memory, agents=agents), lost
 
@@ -359,9 +369,10 @@ class POMCP(_TreeSearch):
         x = torch.tensor([state.row for state in states], dtype=torch.float64, device=self.rows.device)
         c = torch.tensor([state.context for state in states], device=self.rows.device)
         a = action.repeat_interleave(torch.tensor(sizes, device=action.device))
-        moved = self.rows.of(programs.step(self.rows.state(x), a, c).state)
-        parts = zip(moved.split(sizes), c.split(sizes), strict=True)
-        return [particles(x.numpy(force=True), c.numpy(force=True), time) for x, c in parts]
+        known = torch.tensor([state.log_posterior for state in states], dtype=torch.float64)
+        moved = self.rows.of(programs.move(self.rows.state(x), a, c)[0])
+        parts = zip(moved.split(sizes), c.split(sizes), known.split(sizes), strict=True)
+        return [particles(x, c, time, known) for x, c, known in parts]
 
 
 @contextmanager

@@ -1,37 +1,33 @@
 """A CPOMDP as pomdp-py wants it, and many of pomdp-py's planners side by side.
 
 pomdp-py asks for one successor of one state at a time, which is the dearest way to run a Pyro program. So the
-planner of every episode runs in a greenlet of its own: where it asks for a successor it is put to sleep, and
-once all of them sleep, one call of the programs serves them all.
+planner of every episode runs in a greenlet of its own: where it asks for a successor, or for a rollout, it is
+put to sleep, and once all of them sleep, one call of the programs serves all that ask for the same.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-import numpy as np
 import pomdp_py
 import torch
 from greenlet import getcurrent, greenlet
-from numpy.typing import NDArray
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require, require_count
+from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.generative import Generative
     from cpomdp_ppl.policy import Percept
     from cpomdp_ppl.signature import ObservationSite, Signature
 
-Reals: TypeAlias = NDArray[np.float64]
-Rollout = Literal["blind", "random"]
+Rollout = Literal["commitment", "blind", "random"]
 Scheme = Literal["uniform", "quantile"]
 Limits: TypeAlias = "tuple[float, float] | Mapping[str, tuple[float, float]]"
 
@@ -53,18 +49,27 @@ class Augmented(pomdp_py.State):
         time: The time t.
         reward: Of the step that led here.
         seen: What was seen in it.
+        log_posterior: Over contexts, given what was seen on the way here, up to a constant, `[C]`; kept up to
+            date only for rollouts that go by it.
     """
 
-    __slots__ = ("context", "reward", "row", "seen", "time")
+    __slots__ = ("context", "log_posterior", "reward", "row", "seen", "time")
 
     def __init__(
-        self, row: list[float], context: int, time: int, reward: float = 0.0, seen: Symbol | None = None
+        self,
+        row: list[float],
+        context: int,
+        time: int,
+        reward: float = 0.0,
+        seen: Symbol | None = None,
+        log_posterior: Sequence[float] = (),
     ) -> None:
         self.row = row
         self.context = context
         self.time = time
         self.reward = reward
         self.seen = seen
+        self.log_posterior = log_posterior
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -263,7 +268,7 @@ class Transition(pomdp_py.TransitionModel):
         """Draw `(s, c, t)` one step later; after the horizon nothing happens any more."""
         if state.time >= self.horizon:
             return self.end
-        return ask(state, action.index, 1)
+        return ask_step(state, action.index)
 
 
 class Observation(pomdp_py.ObservationModel):
@@ -296,31 +301,45 @@ class Choices(pomdp_py.RolloutPolicy):
         return self.choices
 
 
-def ask(state: Augmented, action: int, num_steps: int) -> Augmented:
-    """Fall asleep until `LockStep` has played an action for some steps from a state; return where that led.
+class Step(NamedTuple):
+    """A planner asks where an action leads."""
 
-    The reward is the sum over the steps. In more steps than one, a `LockStep` with random rollouts draws the
-    later actions anew.
-    """
-    reply: Augmented = getcurrent().parent.switch((state, action, num_steps))
+    state: Augmented
+    action: int
+
+
+class Rest(NamedTuple):
+    """A planner asks what the rest of an episode is worth."""
+
+    state: Augmented
+
+
+def ask_step(state: Augmented, action: int) -> Augmented:
+    """Fall asleep until `LockStep` has played an action in a state; where that led."""
+    reply: Augmented = getcurrent().parent.switch(Step(state, action))
+    return reply
+
+
+def ask_rest(state: Augmented) -> list[float]:
+    """Fall asleep until `LockStep` has played an episode to its end; what `Rollouts.values` found."""
+    reply: list[float] = getcurrent().parent.switch(Rest(state))
     return reply
 
 
 class RolloutsAsked:
-    """Has `LockStep` play whole rollouts; pomdp-py's own would wake the planner for each step of one.
+    """Has `LockStep` play whole rollouts; pomdp-py's own would wake the planner for each step of one."""
 
-    Nothing depends on what is seen in a rollout, nor on its context: one that knew the context would make it
-    look as if every observation revealed the context, and the planner would do nothing but observe.
-    """
-
-    _policy: Choices
     _horizon: int
 
     def _rollout(self, state: Augmented, history: Any, root: Any, depth: int) -> float:
-        steps = self._horizon - state.time
-        if steps <= 0:
+        if state.time >= self._horizon:
             return 0.0
-        return ask(state, random.choice(self._policy.choices).index, steps).reward
+        values = ask_rest(state)
+        if len(values) > 1:  # one for each action: each counts as its first visit
+            root.num_visits += len(values)
+            for choice, child in root.children.items():
+                child.num_visits, child.value = 1, values[choice.index]
+        return max(values)
 
 
 class PlannerPOUCT(RolloutsAsked, pomdp_py.POUCT):
@@ -351,8 +370,15 @@ def planner(
         value_init=0,
         rollout_policy=policy,
     )
-    made._policy, made._horizon = policy, horizon
+    made._horizon = horizon
     return made
+
+
+def most_visited(agent: pomdp_py.Agent) -> Choice:
+    """The action that a search has visited most; of several, the one of the highest value."""
+    children = agent.tree.children
+    best: Choice = max(children, key=lambda choice: (children[choice].num_visits, children[choice].value))
+    return best
 
 
 def agent(belief: pomdp_py.Particles, horizon: int, policy: Choices) -> pomdp_py.Agent:
@@ -360,24 +386,76 @@ def agent(belief: pomdp_py.Particles, horizon: int, policy: Choices) -> pomdp_py
     return pomdp_py.Agent(belief, policy, Transition(horizon), Observation(), Reward())
 
 
+class Rollouts:
+    """What the rest of an episode is worth, played without another look.
+
+    None of them sees the context it is in. One that did would earn, after `observe` as after anything else,
+    what an agent earns that is told the context: to the search, observing would look like full revelation,
+    and it would only observe.
+
+    To be made and used inside `cpomdp_ppl.inference.backend.inferring`.
+
+    Args:
+        programs: Of the model.
+        kind: `"blind"` takes one action at random and keeps to it; `"random"` takes a new one at every step;
+            `"commitment"` keeps to every action in turn, in all contexts, and weighs these by what the
+            simulation has seen.
+    """
+
+    def __init__(self, programs: Generative, kind: Rollout) -> None:
+        self.programs = programs
+        self.kind = kind
+        self.informed = kind == "commitment"
+
+    def values(self, state: Any, context: Tensor, time: Tensor, log_posterior: Tensor | None) -> Tensor:
+        """What is earned from states with leaves `[R, …]` on.
+
+        Args:
+            state: Where the rest begins.
+            context: In which context, `[R]`.
+            time: When, `[R]`.
+            log_posterior: Over contexts, `[R, C]`, for `"commitment"`.
+
+        Returns:
+            What each action is worth, kept to until the end, `[R, A]`; or what the rollout earned, `[R, 1]`.
+        """
+        A, C, R = self.programs.model.num_actions, self.programs.model.num_contexts, len(time)
+        if log_posterior is None:
+            first = torch.randint(A, (R,), device=time.device)
+            returns = self.play(state, context, time, first, redraw=self.kind == "random")
+            return returns[:, None]
+        every = torch.arange(A * C, device=time.device).repeat(R)  # [R·A·C]
+        copies = map_state(lambda leaf: leaf.repeat_interleave(A * C, 0), state)
+        returns = self.play(copies, every % C, time.repeat_interleave(A * C), every // C)
+        return torch.einsum("rac,rc->ra", returns.view(R, A, C), log_posterior.softmax(1))
+
+    def play(self, state: Any, context: Tensor, time: Tensor, action: Tensor, redraw: bool = False) -> Tensor:
+        """Play an action, or one drawn at every step, to the horizon; the return `[R]`."""
+        T = self.programs.model.horizon
+        total = torch.zeros(len(time), dtype=torch.float64, device=time.device)
+        for ahead in range(T - int(time.min())):
+            state, reward = self.programs.move(state, action, context)
+            total += torch.where(time + ahead < T, reward, 0.0)
+            if redraw:
+                action = torch.randint_like(action, self.programs.model.num_actions)
+        return total
+
+
 class LockStep:
-    """Runs tasks that call `ask`, and serves those calls all together.
+    """Runs tasks that ask for steps and rollouts, and serves all together that ask for the same.
 
     To be made and used inside `cpomdp_ppl.inference.backend.inferring`.
 
     Args:
         programs: Of the model.
         binning: How observations become symbols.
-        rollout: `"blind"` to keep to an action that is asked for several steps; `"random"` to draw a new one
-            for every step but the first.
+        rollout: What rollouts do; see `Rollouts`.
     """
 
     def __init__(self, programs: Generative, binning: Binning, rollout: Rollout = "blind") -> None:
-        require(rollout in get_args(Rollout), "rollout", rollout, f"one of {get_args(Rollout)}")
         self.programs = programs
         self.binning = binning
-        self.redraws = rollout == "random"
-        self.num_actions = programs.model.num_actions
+        self.rollouts = Rollouts(programs, rollout)
         self.rows = Rows(programs.signature, programs.model.device)
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -391,79 +469,59 @@ class LockStep:
                     worker.throw()
 
     def _run(self, workers: list[greenlet]) -> list[Any]:
-        B = len(workers)
         answers: list[Any] = [worker.switch() for worker in workers]  # requests, and in the end results
-        table = _Table(B, self.rows.size)
-        live = [b for b in range(B) if not workers[b].dead]
-        table.enter(live, answers)
-        while live:
-            done, states = self._advance(table, np.array(live), answers)
-            awake = []
-            for b, state in zip(done, states, strict=True):
-                answers[b] = workers[b].switch(state)
+        waiting: dict[type, list[int]] = {Step: [], Rest: []}
+        for b, worker in enumerate(workers):
+            if not worker.dead:
+                waiting[type(answers[b])].append(b)
+        while waiting[Step] or waiting[Rest]:
+            # What more of them wait for: those few who are deep in their trees must not hold up the others.
+            kind = max(waiting, key=lambda each: len(waiting[each]))
+            served, waiting[kind] = waiting[kind], []
+            requests = [answers[b] for b in served]
+            replies = self._step(requests) if kind is Step else self._rest(requests)
+            for b, reply in zip(served, replies, strict=True):
+                answers[b] = workers[b].switch(reply)
                 if not workers[b].dead:
-                    awake.append(b)
-            if len(awake) < len(done):
-                live = [b for b in live if not workers[b].dead]
-            table.enter(awake, answers)
+                    waiting[type(answers[b])].append(b)
         return answers
 
-    def _advance(
-        self, table: _Table, live: NDArray[np.int64], asked: list[Any]
-    ) -> tuple[list[int], Iterable[Any]]:
-        """One step of every live slot: those that are through, and the states they have come to."""
-        device = self.rows.device
-        x, a, c = (torch.as_tensor(column[live], device=device) for column in (table.x, table.a, table.c))
-        step = self.programs.step(self.rows.state(x), a, c)
-        table.x[live] = self.rows.of(step.state).numpy(force=True)
-        table.total[live] += step.reward.numpy(force=True)
-        table.left[live] -= 1
-        through = np.flatnonzero(table.left[live] == 0)
-        done = live[through]
-        if self.redraws and len(done) < len(live):
-            table.a[live] = np.random.randint(self.num_actions, size=len(live))
-        if not len(done):
-            return [], []
-        symbols = self.binning.symbols(step.percept, torch.as_tensor(through, device=device))
-        numbers = done.tolist()
-        return numbers, [
-            Augmented(row, asked[b][0].context, asked[b][0].time + asked[b][2], reward, symbol)
-            for b, row, reward, symbol in zip(
-                numbers, table.x[done].tolist(), table.total[done].tolist(), symbols, strict=True
+    def _step(self, requests: list[Step]) -> list[Augmented]:
+        """Where actions lead."""
+        state, c, log_posterior = self._columns([state for state, _ in requests])
+        a = torch.tensor([action for _, action in requests], device=self.rows.device)
+        step = self.programs.step(state, a, c)
+        posteriors = [before.log_posterior for before, _ in requests]
+        if log_posterior is not None:
+            posteriors = (log_posterior + self.programs.log_density(step.state, step.percept)).tolist()
+        rows, symbols = self.rows.of(step.state).tolist(), self.binning.symbols(step.percept)
+        return [
+            Augmented(row, before.context, before.time + 1, reward, symbol, posterior)
+            for (before, _), row, reward, symbol, posterior in zip(
+                requests, rows, step.reward.tolist(), symbols, posteriors, strict=True
             )
         ]
 
+    def _rest(self, requests: list[Rest]) -> list[list[float]]:
+        """What the rest of the episodes is worth."""
+        states = [state for (state,) in requests]
+        state, c, log_posterior = self._columns(states)
+        time = torch.tensor([each.time for each in states], device=self.rows.device)
+        values: list[list[float]] = self.rollouts.values(state, c, time, log_posterior).tolist()
+        return values
 
-class _Table:
-    """What every slot is at: state `x [B, K]`, action, context, steps left and rewards so far `[B]`."""
-
-    def __init__(self, B: int, K: int) -> None:
-        self.x = np.zeros((B, K))
-        self.a = np.zeros(B, dtype=np.int64)
-        self.c = np.zeros(B, dtype=np.int64)
-        self.left = np.zeros(B, dtype=np.int64)
-        self.total = np.zeros(B)
-
-    def enter(self, slots: list[int], asked: list[Any]) -> None:
-        """Note what some slots now ask for."""
-        if not slots:
-            return
-        requests = [asked[b] for b in slots]
-        self.x[slots] = [state.row for state, _, _ in requests]
-        self.c[slots] = [state.context for state, _, _ in requests]
-        self.a[slots] = [action for _, action, _ in requests]
-        self.left[slots] = [steps for _, _, steps in requests]
-        self.total[slots] = 0.0
+    def _columns(self, states: list[Augmented]) -> tuple[Any, Tensor, Tensor | None]:
+        """States with leaves `[N, …]`, contexts `[N]`, and log-posteriors `[N, C]` if rollouts want them."""
+        device = self.rows.device
+        x = torch.tensor([state.row for state in states], dtype=torch.float64, device=device)
+        c = torch.tensor([state.context for state in states], device=device)
+        if not self.rollouts.informed:
+            return self.rows.state(x), c, None
+        log_posterior = [state.log_posterior for state in states]
+        return self.rows.state(x), c, torch.tensor(log_posterior, dtype=torch.float64, device=device)
 
 
-def particles(rows: Reals, contexts: NDArray[np.int64], time: int) -> pomdp_py.Particles:
-    """States `[N, K]` and contexts `[N]` as a belief of pomdp-py."""
-    return pomdp_py.Particles(
-        [Augmented(row, c, time) for row, c in zip(rows.tolist(), contexts.tolist(), strict=True)]
-    )
-
-
-def require_exploration(exploration: Any) -> None:
-    """Raise unless it is None or a number that can weigh exploration."""
-    if exploration is not None and not (isinstance(exploration, int | float) and 0 <= exploration < math.inf):
-        raise rejected("exploration", exploration, "None or a number of at least 0, on the scale of returns")
+def particles(rows: Tensor, contexts: Tensor, time: int, log_posterior: Tensor) -> pomdp_py.Particles:
+    """States `[N, K]`, contexts `[N]` and what each says about contexts, `[N, C]`, as pomdp-py's belief."""
+    columns = zip(rows.tolist(), contexts.tolist(), log_posterior.tolist(), strict=True)
+    return pomdp_py.Particles([Augmented(x, c, time, log_posterior=known) for x, c, known in columns])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,6 +86,12 @@ def require_count(argument: str, value: Any) -> int:
     if number is None or number < 1:
         raise rejected(argument, value, "a positive integer")
     return number
+
+
+def require_number(argument: str, value: Any, expected: str, above: float | None = None) -> None:
+    """Raise unless `value` is a finite number, not negative, or larger than `above`."""
+    proper = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    require(proper and (value >= 0 if above is None else value > above), argument, value, expected)
 
 
 def require_model(model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
+
+
+PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
+"""A policy, or a function from what the agent knows to its decision."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,10 @@ class Evaluation:
         return "\n".join(f"{name:<{width + 2}}  {value}" for name, value in lines)
 
 
+@overload
 def evaluate(
     model: CPOMDP,
-    policy: Policy | Callable[[History], Decision],
+    policy: PolicyLike,
     num_episodes: int = 4000,
     *,
     likelihood: str | Backend | None = None,
@@ -121,16 +126,47 @@ def evaluate(
     workers: int = 1,
     progress: bool = False,
     seed: int | None = 0,
-) -> Evaluation:
-    """Play a policy, and take stock.
+) -> Evaluation: ...
+
+
+@overload
+def evaluate(
+    model: CPOMDP,
+    policy: Mapping[str, PolicyLike],
+    num_episodes: int | Mapping[str, int] = 4000,
+    *,
+    likelihood: str | Backend | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    told: bool = False,
+    batch_size: int = 4000,
+    workers: int = 1,
+    progress: bool = False,
+    seed: int | None = 0,
+) -> Comparison: ...
+
+
+def evaluate(
+    model: CPOMDP,
+    policy: PolicyLike | Mapping[str, PolicyLike],
+    num_episodes: int | Mapping[str, int] = 4000,
+    *,
+    likelihood: str | Backend | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    told: bool = False,
+    batch_size: int = 4000,
+    workers: int = 1,
+    progress: bool = False,
+    seed: int | None = 0,
+) -> Evaluation | Comparison:
+    """Play a policy, or several by name, and take stock.
 
     The same seed gives every policy the same contexts, first states and noise of the world, whatever random
     numbers the policy itself draws: differences between policies are less noisy than either's return.
 
     Args:
         model: The CPOMDP.
-        policy: Who acts.
-        num_episodes: How many episodes.
+        policy: Who acts; or several by name, for `compare`.
+        num_episodes: How many episodes; for several, also by name.
         likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact that
             serves the model: exact operators, a grid for one-dimensional states, or 1,024 particles.
         prior: Over contexts, `[C]`; the model's if left out.
@@ -149,6 +185,19 @@ def evaluate(
         ('exact', 100)
     """
     require_model(model)
+    if isinstance(policy, Mapping):
+        return compare(
+            model,
+            policy,
+            num_episodes,
+            likelihood=likelihood,
+            prior=prior,
+            told=told,
+            batch_size=batch_size,
+            workers=workers,
+            progress=progress,
+            seed=seed,
+        )
     B = require_count("num_episodes", num_episodes)
     size = require_count("batch_size", batch_size)
     require_count("workers", workers)
@@ -288,7 +337,7 @@ class Comparison:
 
 def compare(
     model: CPOMDP,
-    policies: Mapping[str, Policy | Callable[[History], Decision]],
+    policies: Mapping[str, PolicyLike],
     num_episodes: int | Mapping[str, int] = 4000,
     *,
     training_seconds: Mapping[str, float] | None = None,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
+from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
 from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
-from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.signature import read_signature, site_parents
+from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
 
 
@@ -71,15 +77,32 @@ class Generative:
             self.model.observation(state, None, self._column(context))
         return percept_of(self.signature, seen, None, context.shape)
 
-    def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
-        """Draw the consequences of actions `[N]` in states with leaves `[N, …]` and contexts `[N]`."""
+    def move(self, state: Any, action: Tensor, context: Tensor) -> tuple[State, Tensor]:
+        """Draw where actions `[N]` lead from states with leaves `[N, …]`; that, and the rewards `[N]`."""
         S, a, c = context.shape, self._column(action), self._column(context)
         with self._batched(context):
             reward = by_episode(as_reward(self.model.reward(state, a, c)), S, self._own).reshape(S)
-            after = self.signature.broadcast(self.model.transition(state, a, c), S)
-            with Recorded() as seen:
-                self.model.observation(after, a, c)
-        return Step(after, percept_of(self.signature, seen, action, S), reward)
+            return self.signature.broadcast(self.model.transition(state, a, c), S), reward
+
+    def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
+        """Move, and draw what is seen there."""
+        after, reward = self.move(state, action, context)
+        with self._batched(context), Recorded() as seen:
+            self.model.observation(after, self._column(action), self._column(context))
+        return Step(after, percept_of(self.signature, seen, action, context.shape), reward)
+
+    def log_density(self, state: Any, percept: Percept, time: int = 0) -> Tensor:
+        """`log p(o | s, a, c)` of what was seen in states with leaves `[N, …]`, by context, `[N, C]`."""
+        C, N = self.model.num_contexts, len(next(iter(percept.observed.values())))
+        states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
+        contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
+        seen = Seen(time, percept.action, percept.observations, percept.observed)
+        density = log_density_of_seen(self.model, self._scored, states, contexts, seen, draw=True)
+        return density.expand(C, N, 1)[..., 0].T
+
+    @cached_property
+    def _scored(self) -> Signature:
+        return replace(self.signature, parents=site_parents(self.model, self.signature))
 
     def _batched(self, context: Tensor) -> Batched:
         return Batched(tuple(context.shape), self.model.max_plate_nesting)

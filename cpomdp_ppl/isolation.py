@@ -28,9 +28,8 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
         seed: Seed for all three generators; None takes fresh entropy.
         validate: Whether distributions check their arguments inside.
     """
-    number = secrets.randbits(32) if seed is None else whole_number(seed)
-    if number is None or not 0 <= number < 2**32:
-        raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+    require_seed(seed)
+    number = secrets.randbits(32) if seed is None else int(seed)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its own flag
     store = pyro.get_param_store()
@@ -42,6 +41,23 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
         pyro.settings.set(validate_distributions_torch=torch_validates)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def require_seed(seed: Any) -> None:
+    """Raise unless this is a seed, or None."""
+    number = whole_number(seed)
+    if seed is not None and (number is None or not 0 <= number < 2**32):
+        raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+
+
+def seed_for(seed: int | None, *purpose: int) -> int | None:
+    """A seed for each use of random numbers, of one that stands for all; None stays None.
+
+    Example:
+        >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(0, 2)
+        (True, False)
+    """
+    return None if seed is None else int(np.random.SeedSequence([int(seed), *purpose]).generate_state(1)[0])
 
 
 class RandomStream:

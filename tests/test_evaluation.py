@@ -113,6 +113,7 @@ def test_a_table_of_policies():
     assert json.loads(json.dumps(table.as_dict()))["training_seconds"] == {"random": 3.0}
     with pytest.raises(ValueError, match="policies"):
         compare(model, {})
+    assert str(evaluate(model, policies, 40)).count("40") >= 2
 
 
 def test_a_model_that_the_grid_refuses_is_left_to_particles():

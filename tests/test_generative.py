@@ -6,6 +6,8 @@ import torch
 from cpomdp_ppl import simulate
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.models import LightDark
+from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.state import leaves
 from tests.conftest import assert_mean, fixed_actions
 from tests.programs import EyesOpen, Plates
@@ -76,3 +78,41 @@ def test_each_step_has_its_own_action_and_context():
     assert step.state.tolist() == [2, 4, 3, 7, 7]
     assert step.reward.tolist() == [0.0, 0.0, 0.0, 20.0, -40.0]
     assert step.percept.observed["side"].tolist() == [False, False, True, False, False]
+
+
+def test_a_density_for_every_context_is_that_of_the_sensor():
+    """Light–Dark: normal about the position; its variance is 1 on the lit side, 8 on the dark one."""
+    model = LightDark()
+    x, z = torch.tensor([2.0, -1.5, 0.5, 3.0]), torch.tensor([1.0, -4.0, 0.0, 0.0])
+    seen = torch.tensor([True, True, True, False])
+    percept = Percept(torch.tensor([2, 2, 2, 0]), {"z": z}, {"z": seen})
+    with inferring(model, 0):
+        found = Generative(model).log_density(x, percept)
+    lit = torch.stack([x > 0, x < 0], 1)
+    noise = torch.distributions.Normal(x[:, None], torch.where(lit, 1.0, 8.0).sqrt())
+    torch.testing.assert_close(found, torch.where(seen[:, None], noise.log_prob(z[:, None]), 0.0))
+
+
+@pytest.mark.parametrize("program", [Plates, EyesOpen])
+def test_densities_agree_with_a_filter_of_one_particle(program):
+    """Conditioned on the same states, a particle filter weighs by the same densities."""
+    from cpomdp_ppl.inference import ParticleFilter
+    from cpomdp_ppl.inference.backend import rows_observed
+    from cpomdp_ppl.inference.scoring import Seen
+    from cpomdp_ppl.state import map_state
+
+    model, B = program(), 5
+    contexts = torch.arange(B) % model.num_contexts
+    with inferring(model, 0):
+        programs, recursion = Generative(model), ParticleFilter(1).recursion(model)
+        step = programs.step(programs.initial(contexts), torch.zeros(B, dtype=torch.long), contexts)
+        found = programs.log_density(step.state, step.percept)
+        cloud = recursion.start(B)
+        C = model.num_contexts
+        map_state(lambda kept, leaf: kept.copy_(leaf[None, :, None].expand_as(kept)), cloud.state, step.state)
+        percept = step.percept
+        (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in percept.observed.items()})
+        seen = Seen(1, percept.action, percept.observations, percept.observed, rows, complete=complete)
+        _, increment = recursion.look(cloud, seen)
+    assert found.shape == (B, C)
+    torch.testing.assert_close(found.double(), increment.T)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -429,25 +427,3 @@ def test_gymnasiums_wrappers_around_a_batch():
     np.testing.assert_allclose(calls[-1][-1]["episode"]["r"], returns)
     _, infos = DictInfoToList(CPOMDPVectorEnv(Beacons(), 2)).reset(seed=0)
     assert infos[1]["state"]["position"].shape == (2,)
-
-
-def test_the_recurrent_ppo_example():
-    """Its policy decides, in batch and through `simulate`, as the library that trained it does."""
-    pytest.importorskip("sb3_contrib")
-    model = LineGrid()
-    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"))
-    learner = example["train"](model, 1, seed=0)  # that is, one batch
-    seen = []
-
-    class Watched(example["Recurrent"]):
-        def act(self, history, memory):
-            decision, memory = super().act(history, memory)
-            seen.append((self.encoding.encode(history.latest, history.time), decision.logits.argmax(-1)))
-            return decision, memory
-
-    simulate(model, Watched(model, learner), 50, seed=0)
-    state, starts = None, np.ones(50, bool)
-    for observations, likeliest in seen:
-        actions, state = learner.predict(observations, state, starts, deterministic=True)
-        assert actions.tolist() == likeliest.tolist()
-        starts = np.zeros(50, bool)

@@ -1,0 +1,151 @@
+"""What planners know: particles for every context, and the posterior over contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
+from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.particle_filter import Cloud
+from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from cpomdp_ppl.inference.particle_filter import SMC
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a planner remembers: the belief it has come to.
+
+    Attributes:
+        belief: Particles, leaves `[C, B, …]`.
+        log_posterior: `log P(c | h)`, float64 `[B, C]`.
+    """
+
+    belief: Cloud
+    log_posterior: Tensor
+
+    @staticmethod
+    def first(model: CPOMDP, prior: Tensor, num_particles: int, seed: int | None) -> Memory:
+        """Before anything was seen, from a prior over contexts `[B, C]`."""
+        B = len(prior)
+        p = as_prior(prior, model.num_contexts, B).expand(B, -1)
+        with inferring(model, seed):
+            belief = ParticleFilter(num_particles).recursion(model).start(B)
+        return Memory(belief, p.to(model.device).log())
+
+    def after(self, model: CPOMDP, percept: Percept, time: int, seed: int | None) -> Memory:
+        """After a step (or an initial observation); the memory before stays as it was.
+
+        Raises:
+            DegenerateWeightsError: If no context can have produced what was seen.
+        """
+        seen = as_seen(percept.action, percept.observations, percept.observed, time)
+        with inferring(model, seed):
+            filtering = ParticleFilter(self.belief.weights.shape[2]).recursion(model)
+            belief = map_belief(torch.clone, self.belief)  # a recursion writes into what it is given
+            condition = filtering.look if percept.action is None else filtering.step
+            belief, increment = condition(belief, seen)
+            joint = checked(model, self.log_posterior.T, increment, seen)  # [C, B]
+        return Memory(belief, joint.log_softmax(0).T)
+
+    def expected_reward(self, programs: SMC, action: int) -> Tensor:
+        """What an action earns, `[B]`, on average over contexts and particles."""
+        actions = torch.full_like(self.log_posterior[:, 0], action, dtype=torch.long)
+        return (self.log_posterior.exp() * programs.expected_reward(self.belief, actions).T).sum(1)
+
+    def parts(self, size: int) -> Iterator[Memory]:
+        """The memories of so many episodes at a time."""
+        for i in range(0, len(self.log_posterior), size):
+            belief = map_belief(lambda leaf, i=i: leaf[:, i : i + size], self.belief)
+            yield Memory(belief, self.log_posterior[i : i + size])
+
+
+def thinned(cloud: Cloud, M: int) -> Any:
+    """M states of equal weight for every context and episode, leaves `[C, B, M, …]`; contexts share luck."""
+    C, B, N = cloud.weights.shape
+    points = torch.arange(M, device=cloud.weights.device) + torch.rand(1, B, 1, device=cloud.weights.device)
+    picked = inverted(cloud.weights, (points / M).expand(C, B, M).to(cloud.weights.dtype))
+    rows = torch.arange(C * B, device=picked.device).view(C, B, 1)
+    flat = (rows * N + picked).view(-1)
+    return map_state(
+        lambda leaf: leaf.flatten(0, 2).index_select(0, flat).view(C, B, M, *leaf.shape[3:]), cloud.state
+    )
+
+
+def inverted(weights: Tensor, points: Tensor) -> Tensor:
+    """Where points `[…, M]` in [0, 1) fall in the distribution functions of weights `[…, N]`."""
+    total = weights.cumsum(-1)
+    found = torch.searchsorted(total / total[..., -1:], points.contiguous(), right=True)
+    return found.clamp(max=weights.shape[-1] - 1)
+
+
+def evenly_weighted(states: Any, dtype: torch.dtype) -> Cloud:
+    """States with leaves `[C, B, N, …]` as particles of equal weight."""
+    _, some = next(leaves(states))
+    C, B, N = some.shape[:3]
+    return Cloud(
+        states,
+        torch.full((C, B, N), 1.0 / N, dtype=dtype, device=some.device),
+        torch.zeros((C, B, N), dtype=torch.int32, device=some.device),
+        torch.full((C, B), float(N), dtype=dtype, device=some.device),
+        torch.zeros((C, B), dtype=torch.bool, device=some.device),
+    )
+
+
+def drawn(cloud: Cloud, log_posterior: Tensor, rows: Tensor, J: int) -> tuple[Any, Tensor]:
+    """Draw J states, with their contexts, from the beliefs of some rows.
+
+    Args:
+        cloud: Particles of all B rows.
+        log_posterior: Over contexts, of the rows asked for, `[R, C]`.
+        rows: Which those are, `[R]`.
+        J: How many.
+
+    Returns:
+        States, leaves `[R·J, …]`, and contexts `[R·J]`.
+    """
+    (C, B, N), R, device = cloud.weights.shape, len(rows), rows.device
+    # Points of a golden sequence: each is uniform, and the first few are well spread, however few.
+    points = torch.rand(R, 1, dtype=torch.float64, device=device)
+    points = (points + GOLDEN * torch.arange(J, dtype=torch.float64, device=device)) % 1  # [R, J]
+    contexts = inverted(log_posterior.exp(), points)  # [R, J]
+    weights = cloud.weights.index_select(1, rows)  # [C, R, N]
+    particles = inverted(weights, torch.rand(R, J, dtype=weights.dtype, device=device).expand(C, R, J))
+    particles = particles.gather(0, contexts[None])[0]  # [R, J]
+    flat = ((contexts * B + rows[:, None]) * N + particles).view(-1)
+    states = map_state(lambda leaf: leaf.flatten(0, 2).index_select(0, flat), cloud.state)
+    return states, contexts.view(-1)
+
+
+def conditioned(log_posterior: Tensor, increment: Tensor) -> Tensor:
+    """`log P(c | h, o)`, `[R, C]`, from log-densities of o.
+
+    It stays as it was if o is impossible in every context. That may be, for all that o was drawn from the
+    belief: the filter moves its particles anew.
+    """
+    joint = log_posterior + increment
+    possible = joint.amax(1, keepdim=True) > -torch.inf
+    return torch.where(possible, joint, log_posterior).log_softmax(1)
+
+
+def as_seen(
+    action: Tensor | None, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], time: int
+) -> Seen:
+    """A step as filters want it."""
+    (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
+    return Seen(time, action, observations, observed, rows, complete=complete)

@@ -1,0 +1,89 @@
+"""What commitments are worth: actions laid down beforehand, played from states drawn from a belief.
+
+States come as leaves `[C, R, M, …]`: M of equal weight for every context and each of R beliefs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.arrays import as_indices
+from cpomdp_ppl.errors import require
+from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.inference.particle_filter import SMC
+    from cpomdp_ppl.model import CPOMDP
+
+Commitment: TypeAlias = int | str | Callable[[int], int | str]
+"""An action to repeat until the end, by index or name, or a function from the time to one."""
+
+
+def plans(model: CPOMDP, commitments: Sequence[Commitment] | None) -> Tensor:
+    """Commitments as the action at each time, `[G, T]`; if None, each action for ever."""
+    names, T = model.action_names, model.horizon
+    if commitments is None:
+        return torch.arange(len(names))[:, None].expand(-1, T)
+    many = isinstance(commitments, Sequence) and not isinstance(commitments, str) and len(commitments) > 0
+    require(many, "commitments", commitments, "a sequence of actions, or of functions from the time to one")
+
+    def action(given: Any) -> Tensor:
+        index = as_indices("commitments", given, names)
+        inside = index.dim() == 0 and 0 <= int(index) < len(names)
+        require(inside, "commitments", given, f"actions 0 to {len(names) - 1}, or names")
+        return index
+
+    rows = [[action(g(t) if callable(g) else g) for t in range(T)] for g in commitments]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def returns_of(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tensor:
+    """What each plan earns in every context from a time to the horizon, on average over the states.
+
+    Args:
+        plans: The action at each time, `[G, T]`.
+        programs: The model's, as its particle filter runs them.
+        states: Where play begins, leaves `[C, R, M, …]`.
+        time: When, `[R]`; at the horizon T nothing is to be earned.
+
+    Returns:
+        `[C, R, G]`.
+    """
+    G = len(plans)
+    copies = map_state(lambda leaf: leaf.repeat_interleave(G, 1), states)  # [C, R·G, M, …]
+    which = torch.arange(G, device=time.device).repeat(len(time))
+    returns = play(programs, copies, time.repeat_interleave(G), lambda t: plans[which, t])
+    return returns.view(-1, len(time), G)
+
+
+def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor], Tensor]) -> Tensor:
+    """The mean return of open-loop play in every context, `[C, R]`.
+
+    Args:
+        programs: The model's.
+        states: Where it begins, leaves `[C, R, M, …]`.
+        time: When, `[R]`.
+        action_at: From times `[R]` to actions.
+    """
+    T, (_, some) = programs.model.horizon, next(leaves(states))
+    shape = some.shape[:3]
+    total = torch.zeros(shape[:2], device=time.device)
+    last = T - 1 - int(time.min())
+    for ahead in range(last + 1):
+        t = time + ahead
+        action = action_at(t.clamp(max=T - 1))
+        total += programs.reward(states, action, shape).mean(2) * (t < T)
+        if ahead < last:
+            states = moved(programs, states, action, shape)
+    return total
+
+
+def moved(programs: SMC, states: Any, action: Tensor, shape: torch.Size) -> Any:
+    """Where actions `[R]` lead from states `[C, R, M, …]`, of shape `[C, R, M]`."""
+    after, _ = programs.proposal.transition(states, shape, Seen(0, action, {}, {}))
+    return programs.signature.broadcast(after, shape)

@@ -1,0 +1,29 @@
+"""What a learner returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from cpomdp_ppl.policy import Policy
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A policy, and how it came about.
+
+    Attributes:
+        policy: What was learned.
+        history: By the number of `episodes` played so far: `training_return`, the mean return of those since
+            the number before, with all their exploration; and whatever else the learner keeps.
+        seconds: How long it took, evaluations and all.
+        finished: Whether it got to the end; not if it was interrupted.
+    """
+
+    policy: Policy
+    history: xr.Dataset
+    seconds: float
+    finished: bool

@@ -1,0 +1,446 @@
+"""RDPG: recurrent deterministic policy gradient, on any CPOMDP.
+
+Heess, Hunt, Lillicrap and Silver, "Memory-based control with recurrent neural networks" (2015). An actor μ
+and a critic Q, each with a recurrent network of its own over the history, learn from replayed episodes,
+
+    Q(h_t, a_t) → r_t + γ Q'(h_{t+1}, μ'(h_{t+1}))    and    ∇_θ Σ_t Q(h_t, μ_θ(h_t)) = Σ_t ∇_a Q ∇_θ μ_θ,
+
+back through the whole of each, with target networks Q' and μ' that follow slowly. Actions of a CPOMDP are
+finitely many, where the paper's are continuous: here an action is a one-hot vector. When it is played for
+good, and in targets, μ is the action with the largest logit. When it is improved, it is a straight-through
+Gumbel-softmax sample, so that the gradient of Q by the action has a way into the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pyro.distributions as dist
+import torch
+import xarray as xr
+from torch import Tensor, nn
+from torch.nn.functional import gumbel_softmax, one_hot
+from tqdm.auto import tqdm
+
+from baselines.learned import Learned
+from cpomdp_ppl.context import stratified
+from cpomdp_ppl.encoding import Encoding
+from cpomdp_ppl.errors import require, require_count, require_model
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.simulate import simulate
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Decision, History, Policy
+
+LOGIT_PENALTY = 1e-3  # on squared logits: an actor that is sure of itself explores nothing
+MAX_GRADIENT_NORM = 1.0
+
+Memory: TypeAlias = tuple[Tensor, Tensor]
+"""An LSTM's hidden and cell state, both `[B, H]`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How RDPG learns. One set of defaults serves all models: rewards are learned in units of their own.
+
+    Attributes:
+        hidden: How many hidden units H either network has.
+        random_episodes: How many episodes are played at random first. The standard deviation of their returns
+            is the unit in which rewards are learned. They count, and are learned from.
+        round_size: How many episodes are played side by side between gradient steps.
+        updates: How many gradient steps follow.
+        batch_size: How many episodes of the replay buffer go into a step.
+        capacity: How many episodes the replay buffer holds before the oldest have to go.
+        discount: γ. With 1, nothing is discounted; after the horizon there is nothing to come in any case.
+        actor_rate: Of Adam.
+        critic_rate: Of Adam.
+        target_rate: How much of the way the target networks go in a step.
+        temperature: Of the Gumbel-softmax whose gradient the actor learns by.
+        exploration: How often chance decides when learning starts; otherwise actions are drawn from the
+            softmax of the actor's logits, as Gumbel-softmax samples are.
+        last_exploration: How often from half of the episodes on; in between it falls in a straight line.
+        evaluate_every: How many episodes apart the greedy policy is evaluated.
+        evaluation_episodes: On how many episodes, which are always the same and do not count.
+    """
+
+    hidden: int = 64
+    random_episodes: int = 500
+    round_size: int = 25
+    updates: int = 20
+    batch_size: int = 64
+    capacity: int = 10_000
+    discount: float = 1.0
+    actor_rate: float = 5e-4
+    critic_rate: float = 1e-3
+    target_rate: float = 0.02
+    temperature: float = 1.0
+    exploration: float = 0.5
+    last_exploration: float = 0.05
+    evaluate_every: int = 500
+    evaluation_episodes: int = 1000
+
+    def __post_init__(self) -> None:
+        counts = ("hidden", "random_episodes", "round_size", "updates", "batch_size", "capacity")
+        for name in (*counts, "evaluate_every", "evaluation_episodes"):
+            require_count(name, getattr(self, name))
+        for name in ("actor_rate", "critic_rate", "temperature"):
+            value = getattr(self, name)
+            require(_is_real(value) and 0 < value < math.inf, name, value, "a positive number")
+        for name in ("discount", "target_rate", "exploration", "last_exploration"):
+            value = getattr(self, name)
+            require(_is_real(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def fit(
+    model: CPOMDP,
+    num_episodes: int = 10_000,
+    *,
+    settings: Settings | None = None,
+    seed: int | None = 0,
+    progress: bool = True,
+) -> Learned:
+    """Learn a policy by recurrent deterministic policy gradient.
+
+    In turn, a round of episodes is played with exploration, and actor and critic take gradient steps on
+    episodes out of the replay buffer. Every so often the greedy policy is evaluated, and the best of these is
+    returned. That favours the baseline, as it should be; and episodes of evaluations do not count, which does
+    so as well. Interrupted by Ctrl-C, this returns the best policy so far.
+
+    The policy is learned for the model's own prior over contexts, and ignores any other it is started with.
+
+    Args:
+        model: The CPOMDP.
+        num_episodes: How many episodes to learn from.
+        settings: How it learns; `Settings()` if left out.
+        seed: The same seed gives the same policy; None takes fresh entropy.
+        progress: Whether to show a progress bar, by episodes.
+
+    Raises:
+        ValueError: On arguments that make no sense.
+        RuntimeError: If a gradient is not finite.
+
+    Example:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> learned = fit(LineGrid(), 100, settings=Settings(random_episodes=50, updates=2), progress=False)
+        >>> simulate(LineGrid(), learned.policy, 20, seed=0).actions.shape
+        torch.Size([20, 10])
+    """
+    require_model(model)
+    total = require_count("num_episodes", num_episodes)
+    chosen = Settings() if settings is None else settings
+    require(isinstance(chosen, Settings), "settings", settings, "`rdpg.Settings`, or None")
+    began = time.perf_counter()
+    with isolated(seed), torch.enable_grad():
+        fitting = Fitting(model, chosen, total)
+        bar = tqdm(total=total, disable=not progress, desc="RDPG", unit="episode", mininterval=0.5)
+        try:
+            while fitting.played < total:
+                bar.update(fitting.iterate())
+                bar.set_postfix_str(f"best return {fitting.best:.2f}", refresh=False)
+        except KeyboardInterrupt:
+            bar.write(f"stopped after {fitting.played} of {total} episodes; this is the best so far")
+        finally:
+            bar.close()
+        fitting.evaluate()
+    seconds = time.perf_counter() - began
+    return Learned(fitting.best_policy, fitting.history(), seconds, fitting.played == total)
+
+
+class Recurrent(nn.Module):
+    """A number for each action, at every step of a history: an LSTM, and two layers on top.
+
+    Args:
+        num_features: How many numbers F there are in a step.
+        hidden: How many hidden units H.
+        num_actions: How many actions A.
+    """
+
+    def __init__(self, num_features: int, hidden: int, num_actions: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(num_features, hidden, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, num_actions))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Of whole episodes: `[B, T, F]` to `[B, T, A]`."""
+        numbers: Tensor = self.head(self.lstm(features)[0])
+        return numbers
+
+    def step(self, features: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """Of one step, `[B, F]` to `[B, A]`, and what is remembered of it."""
+        memory = torch.lstm_cell(features, memory, *self.lstm.all_weights[0])
+        return self.head(memory[0]), memory
+
+
+class RecurrentPolicy(nn.Module):
+    """The deterministic policy μ: in every step the action with the largest logit.
+
+    Args:
+        encoding: Of what the agent learns in a step.
+        actor: The network whose numbers are logits.
+    """
+
+    def __init__(self, encoding: Encoding, actor: Recurrent) -> None:
+        super().__init__()
+        self.encoding = encoding
+        self.actor = actor
+
+    def start(self, prior: Tensor) -> Memory:
+        """Nothing remembered; the prior is ignored."""
+        weight = self.actor.lstm.all_weights[0][0]
+        zeros = weight.new_zeros(prior.shape[0], self.actor.lstm.hidden_size)
+        return zeros, zeros
+
+    def logits(self, history: History, memory: Memory) -> tuple[Tensor, Memory]:
+        """Read the latest percept: logits `[B, A]`, and the new memory."""
+        return self.actor.step(self.encoding.step(history.latest, history.time), memory)
+
+    def act(self, history: History, memory: Memory) -> tuple[Decision, Memory]:
+        """The action with the largest logit, `[B]`."""
+        logits, memory = self.logits(history, memory)
+        return logits.argmax(-1), memory
+
+
+@dataclass(frozen=True)
+class Exploring:
+    """The policy as it plays to learn: a sample from the softmax of its logits, or, now and then, chance.
+
+    Args:
+        policy: Whose logits.
+        chance: How often it is chance that decides, with all actions equally likely.
+    """
+
+    policy: RecurrentPolicy
+    chance: float
+
+    def start(self, prior: Tensor) -> Memory:
+        """The policy's own memory."""
+        return self.policy.start(prior)
+
+    def act(self, history: History, memory: Memory) -> tuple[Decision, Memory]:
+        """`(1 − ε) softmax(logits) + ε / A`."""
+        logits, memory = self.policy.logits(history, memory)
+        mixture = (1 - self.chance) * logits.softmax(-1) + self.chance / logits.shape[-1]
+        return dist.Categorical(probs=mixture), memory
+
+
+class Replay:
+    """The latest episodes, in a ring of tensors.
+
+    Args:
+        capacity: How many episodes N it holds.
+        horizon: How many steps T they have.
+        num_features: How many numbers F there are in a step.
+        device: Where it is.
+    """
+
+    def __init__(self, capacity: int, horizon: int, num_features: int, device: torch.device) -> None:
+        self.features = torch.zeros(capacity, horizon, num_features, device=device)
+        self.actions = torch.zeros(capacity, horizon, dtype=torch.long, device=device)
+        self.rewards = torch.zeros(capacity, horizon, device=device)
+        self.added = 0
+
+    def __len__(self) -> int:
+        return min(self.added, len(self.rewards))
+
+    def add(self, features: Tensor, actions: Tensor, rewards: Tensor) -> None:
+        """Put in B episodes, in place of the oldest."""
+        N, B = len(self.rewards), len(rewards)
+        latest = slice(max(0, B - N), B)  # of more than fit, the first would be overwritten at once
+        slots = torch.arange(self.added, self.added + B, device=rewards.device)[latest] % N
+        for ring, values in ((self.features, features), (self.actions, actions), (self.rewards, rewards)):
+            ring[slots] = values[latest].to(ring.dtype)
+        self.added += B
+
+    def sample(self, num_episodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Features `[B, T, F]`, actions `[B, T]` and rewards `[B, T]`, drawn with replacement."""
+        i = torch.randint(len(self), (num_episodes,), device=self.rewards.device)
+        return self.features[i], self.actions[i], self.rewards[i]
+
+
+def straight_through(logits: Tensor, temperature: float) -> Tensor:
+    """Actions drawn from the softmax of logits `[…, A]`, one-hot, with the gradient of a soft sample.
+
+    The soft sample is `softmax((logits + Gumbel noise) / temperature)`, with its largest entry at the 1.
+    """
+    return gumbel_softmax(logits, tau=temperature, hard=True)
+
+
+def td_targets(rewards: Tensor, following: Tensor, discount: float) -> Tensor:
+    """`r_t + γ Q'(h_{t+1}, μ'(h_{t+1}))`, `[B, T]`, and in the last step, with nothing to come, `r_{T-1}`.
+
+    Args:
+        rewards: `r_t`, `[B, T]`.
+        following: `Q'(h_t, μ'(h_t))`, `[B, T]`.
+        discount: γ.
+    """
+    to_come = torch.cat([following[:, 1:], torch.zeros_like(following[:, :1])], 1)
+    return rewards + discount * to_come
+
+
+class Learner:
+    """Actor, critic, and the target networks that follow them.
+
+    The critic is `Q(h, a) = q(h) · a`. Any function of a one-hot action is linear in it, so that nothing is
+    lost; and `∂Q/∂a`, which the actor follows, is the values of the actions themselves.
+
+    Args:
+        num_features: How many numbers F there are in a step.
+        num_actions: How many actions A.
+        settings: How they learn.
+        device: Where they are.
+    """
+
+    def __init__(self, num_features: int, num_actions: int, settings: Settings, device: torch.device) -> None:
+        self.settings = settings
+        self.num_actions = num_actions
+        self.actor = Recurrent(num_features, settings.hidden, num_actions).to(device)
+        self.critic = Recurrent(num_features, settings.hidden, num_actions).to(device)
+        self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.actor_steps = torch.optim.Adam(self.actor.parameters(), lr=settings.actor_rate, fused=True)
+        self.critic_steps = torch.optim.Adam(self.critic.parameters(), lr=settings.critic_rate, fused=True)
+
+    def update(self, features: Tensor, actions: Tensor, rewards: Tensor) -> None:
+        """A gradient step of the critic and one of the actor, through whole episodes.
+
+        Args:
+            features: Of the histories, `[B, T, F]`.
+            actions: int64 `[B, T]`.
+            rewards: In units of their own, `[B, T]`.
+        """
+        q = self.critic(features)  # [B, T, A]
+        error = self.value(q, self.one_hot(actions)) - self.targets(features, rewards)
+        self._descend(self.critic_steps, self.critic, error.square().mean())
+
+        logits = self.actor(features)  # [B, T, A]
+        mu = straight_through(logits, self.settings.temperature)
+        penalty = LOGIT_PENALTY * logits.square().mean()
+        # By the critic as it was a step ago, which saves reading the episodes once more.
+        self._descend(self.actor_steps, self.actor, penalty - self.value(q.detach(), mu).mean())
+
+        self._follow(self.target_critic, self.critic)
+        self._follow(self.target_actor, self.actor)
+
+    @torch.no_grad()
+    def targets(self, features: Tensor, rewards: Tensor) -> Tensor:
+        """What the critic should say, by the target networks, `[B, T]`."""
+        mu = self.one_hot(self.target_actor(features).argmax(-1))
+        following = self.value(self.target_critic(features), mu)
+        return td_targets(rewards, following, self.settings.discount)
+
+    def one_hot(self, actions: Tensor) -> Tensor:
+        """Actions `[…]` as vectors `[…, A]`."""
+        return one_hot(actions, self.num_actions).to(torch.get_default_dtype())
+
+    @staticmethod
+    def value(q: Tensor, action: Tensor) -> Tensor:
+        """`Q(h, a) = q(h) · a`."""
+        return (q * action).sum(-1)
+
+    def _descend(self, steps: torch.optim.Optimizer, network: Recurrent, loss: Tensor) -> None:
+        steps.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), MAX_GRADIENT_NORM, error_if_nonfinite=True)
+        steps.step()
+
+    @torch.no_grad()
+    def _follow(self, target: Recurrent, network: Recurrent) -> None:
+        for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
+            slow.lerp_(fast, self.settings.target_rate)
+
+
+class Fitting:
+    """A fit at work: a learner, what it learns from, and the best policy it has had.
+
+    Args:
+        model: The CPOMDP.
+        settings: How it learns.
+        num_episodes: How many episodes there will be.
+    """
+
+    def __init__(self, model: CPOMDP, settings: Settings, num_episodes: int) -> None:
+        self.model, self.settings, self.num_episodes = model, settings, num_episodes
+        encoding = Encoding(model)
+        self.learner = Learner(encoding.size, model.num_actions, settings, model.device)
+        capacity = min(settings.capacity, num_episodes)
+        self.replay = Replay(capacity, model.horizon, encoding.size, model.device)
+        self.policy = RecurrentPolicy(encoding, self.learner.actor)
+        self.played = 0
+        self.unit = math.nan  # of rewards, which the first episodes tell
+        self.evaluation_seed = _drawn_seed()
+        self.returns: list[Tensor] = []  # since the last evaluation
+        self.measured: list[tuple[int, float, float]] = []
+        self.best = -math.inf
+        self.best_policy = self._greedy()
+
+    def iterate(self) -> int:
+        """Play a round, take gradient steps, evaluate if it is time. How many episodes it played."""
+        episodes = self._explore() if self.played else self._begin()
+        assert episodes.rewards is not None
+        assert episodes.returns is not None
+        features = self.policy.encoding.sequence(episodes)
+        self.replay.add(features, episodes.actions, episodes.rewards / self.unit)
+        for _ in range(self.settings.updates):
+            self.learner.update(*self.replay.sample(self.settings.batch_size))
+        self.returns.append(episodes.returns)
+        self.played += len(episodes)
+        every = self.settings.evaluate_every
+        if self.played // every > (self.played - len(episodes)) // every:
+            self.evaluate()
+        return len(episodes)
+
+    def _begin(self) -> Episodes:
+        episodes = self._play(RandomPolicy(self.model.num_actions), self.settings.random_episodes)
+        assert episodes.returns is not None
+        self.unit = float(episodes.returns.std(correction=0)) or 1.0
+        return episodes
+
+    def _explore(self) -> Episodes:
+        first, last = self.settings.exploration, self.settings.last_exploration
+        chance = first + (last - first) * min(1.0, 2 * self.played / self.num_episodes)
+        return self._play(Exploring(self.policy, chance), self.settings.round_size)
+
+    def _play(self, policy: Policy, num_episodes: int) -> Episodes:
+        B = min(num_episodes, self.num_episodes - self.played)
+        return simulate(self.model, policy, B, seed=_drawn_seed())
+
+    def evaluate(self) -> None:
+        """Play the greedy policy, unless nothing is new, and keep it if it is the best so far."""
+        if not self.returns:
+            return
+        contexts = stratified(self.model.prior().detach(), self.settings.evaluation_episodes)
+        episodes = simulate(
+            self.model, self.policy, len(contexts), contexts=contexts, seed=self.evaluation_seed
+        )
+        assert episodes.returns is not None
+        greedy = float(episodes.returns.mean())
+        self.measured.append((self.played, float(torch.cat(self.returns).mean()), greedy))
+        self.returns = []
+        if greedy > self.best:
+            self.best, self.best_policy = greedy, self._greedy()
+
+    def _greedy(self) -> RecurrentPolicy:
+        """The policy as it is now, which learns no more."""
+        return copy.deepcopy(self.policy).requires_grad_(False)
+
+    def history(self) -> xr.Dataset:
+        """What was measured, by the number of episodes."""
+        table = np.array(self.measured, dtype=float).reshape(-1, 3)
+        variables = {"training_return": ("episodes", table[:, 1]), "greedy_return": ("episodes", table[:, 2])}
+        return xr.Dataset(variables, {"episodes": table[:, 0].astype(int)})
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**31, ()))

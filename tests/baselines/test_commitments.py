@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from baselines.belief import inverted, thinned
+from baselines.commitments import moved, plans, play, returns_of
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.particle_filter import Cloud
+from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from tests.conftest import assert_mean
+from tests.solvers import exact
+
+LEFT, RIGHT, STAY = range(3)
+
+
+def test_plans_say_what_to_do_when():
+    model = LineGrid(horizon=4)
+    assert plans(model, None).tolist() == [[a] * 4 for a in range(3)]
+    given = ["right", 2, lambda t: "sense" if t < 2 else LEFT]
+    assert plans(model, given).tolist() == [[1] * 4, [2] * 4, [2, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("commitments", [[], "left", 3, [3], [-1], ["up"], [[0, 1]], [lambda t: t]])
+def test_plans_that_are_none(commitments):
+    with pytest.raises(ValueError, match=r"^commitments: expected"):
+        plans(LineGrid(), commitments)
+
+
+def return_by_tables(model, plan, start, time):
+    """Of a plan from a state at a time, in every context, by pushing distributions through the tables."""
+    tables, total = exact.tables(model), 0.0
+    p = np.zeros(tables.initial.shape)
+    p[:, start] = 1
+    for t in range(time, model.horizon):
+        total = total + (p * tables.reward[:, plan[t]]).sum(1)
+        p = np.einsum("cs,cst->ct", p, tables.transition[:, plan[t]])
+    return total + np.zeros(len(p))
+
+
+def test_returns_are_those_of_the_tables():
+    """From every state at every time at once, the horizon included, where nothing is left to earn."""
+    model = LineGrid(horizon=5)
+    G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
+    state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(6), indexing="ij"))
+    with inferring(model, 0):
+        programs = ParticleFilter(2).recursion(model)
+        returns = returns_of(G, programs, state[None, :, None].expand(2, -1, 2), time)
+    for r, (s, t) in enumerate(zip(state.tolist(), time.tolist(), strict=True)):
+        for g, plan in enumerate(G.tolist()):
+            np.testing.assert_array_equal(returns[:, r, g], return_by_tables(model, plan, s, t))
+    assert returns[:, time == 5].abs().max() == 0 < returns.abs().max()
+
+
+def test_returns_are_means_where_there_is_luck():
+    model = ContextualTiger(horizon=4)
+    plan = [0, 1, 2, 0]
+    with inferring(model, 0):
+        programs = ParticleFilter(50).recursion(model)
+        states = torch.ones(3, 400, 50, dtype=torch.long)
+        returns = returns_of(torch.tensor([plan]), programs, states, torch.zeros(400, dtype=torch.long))
+    expected = return_by_tables(model, plan, 1, 0)
+    for c in range(3):
+        assert_mean(returns[c, :, 0], expected[c], f"return in context {c}")
+
+
+def test_returns_on_light_dark_have_a_closed_form():
+    """After n moves one way the position is `N(n, σ_u² + n σ_p²)`; depth beyond 1 pays, below 0 costs."""
+    model = LightDark(horizon=8)
+    expected = {}
+    for direction, move in ((LEFT, -1), (RIGHT, 1)):
+        for context, side in ((0, 1), (1, -1)):
+            depths = [NormalDist(side * move * t, (0.09 + 0.1 * t) ** 0.5) for t in range(8)]
+            expected[context, direction] = sum(1 - depth.cdf(1) - depth.cdf(0) for depth in depths)
+    with inferring(model, 0):
+        programs = ParticleFilter(64).recursion(model)
+        states = 0.3 * torch.randn(2, 300, 64)
+        returns = returns_of(plans(model, ["left", "right"]), programs, states, torch.zeros(300).long())
+    for (context, direction), value in expected.items():
+        assert_mean(returns[context, :, direction], value, f"direction {direction} in context {context}")
+
+
+def test_play_asks_for_actions_until_the_last_step_is_over():
+    model, asked = LineGrid(horizon=6), []
+
+    def left(times):
+        asked.append(times.tolist())
+        return torch.zeros_like(times)
+
+    with inferring(model, 0):
+        programs = ParticleFilter(1).recursion(model)
+        total = play(programs, torch.full((2, 2, 1), 2), torch.tensor([2, 4]), left)
+    assert asked == [[2, 4], [3, 5], [4, 5], [5, 5]]
+    assert total.tolist() == [[20.0, 0.0], [-40.0, 0.0]]  # there in time, and too late
+
+
+def test_moves_are_the_models_own():
+    model = LineGrid()
+    with inferring(model, 0):
+        programs = ParticleFilter(1).recursion(model)
+        states = torch.full((2, 3, 4), 3)
+        after = moved(programs, states, torch.tensor([LEFT, RIGHT, STAY]), states.shape)
+    assert torch.equal(after, torch.tensor([2, 4, 3])[:, None].expand(2, 3, 4))
+
+
+def test_points_fall_where_the_distribution_function_says():
+    torch.manual_seed(0)
+    weights, points = torch.rand(5, 7).double(), torch.rand(5, 20).double()
+    found = inverted(weights, points)
+    for w, u, k in zip(weights.numpy(), points.numpy(), found.numpy(), strict=True):
+        below = np.array([[w[:j].sum() / w.sum() <= x for j in range(7)] for x in u])
+        np.testing.assert_array_equal(k, below.sum(1) - 1)
+    assert inverted(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.999999])).tolist() == [1, 1]
+
+
+def test_thinning_keeps_weights_to_within_one_state():
+    """Systematic: of M states, each particle gives `⌊M w⌋` or one more, and M w on average."""
+    torch.manual_seed(0)
+    N, M, B = 6, 10, 3000
+    weights = torch.rand(2, 1, N).softmax(-1)
+    state = {"number": torch.arange(N).expand(2, B, N), "twice": 2 * torch.arange(N).expand(2, B, N)}
+    row = torch.zeros(2, B)
+    states = thinned(Cloud(state, weights.expand(2, B, N), torch.zeros(2, B, N), row, row.bool()), M)
+    assert torch.equal(states["twice"], 2 * states["number"])
+    counts = torch.nn.functional.one_hot(states["number"], N).sum(2)  # [2, B, N]
+    assert bool(((counts - M * weights).abs() < 1).all())
+    for c in range(2):
+        for n in range(N):
+            assert_mean(counts[c, :, n].double(), float(M * weights[c, 0, n]), "count")

@@ -1,0 +1,48 @@
+"""Recurrent PPO, where its library is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cpomdp_ppl import simulate
+from cpomdp_ppl.models import LineGrid
+
+pytest.importorskip("sb3_contrib")
+from baselines import recurrent_ppo
+
+
+def test_its_policy_decides_as_the_library_does():
+    model = LineGrid()
+    learned = recurrent_ppo.fit(model, 1, progress=False)  # that is, one round
+    seen = []
+
+    class Watched(recurrent_ppo.RecurrentPolicy):
+        def act(self, history, memory):
+            decision, memory = super().act(history, memory)
+            seen.append((self.encoding.encode(history.latest, history.time), decision.logits.argmax(-1)))
+            return decision, memory
+
+    simulate(model, Watched(model, learned.policy.learner), 50, seed=0)
+    state, starts = None, np.ones(50, bool)
+    for observations, likeliest in seen:
+        actions, state = learned.policy.learner.predict(observations, state, starts, deterministic=True)
+        assert actions.tolist() == likeliest.tolist()
+        starts = np.zeros(50, bool)
+
+
+def test_its_history_is_of_whole_batches():
+    learned = recurrent_ppo.fit(LineGrid(), 300, progress=False)
+    episodes = learned.history.episodes.values
+    assert episodes.tolist() == list(range(64, 64 * 9, 64))  # 300 rounded up to whole rounds
+    assert np.isfinite(learned.history.training_return.values).all()
+    assert learned.finished
+
+
+def test_the_same_seed_gives_the_same_policy_and_leaves_the_callers_alone():
+    before = torch.get_rng_state()
+    runs = [recurrent_ppo.fit(LineGrid(), 1, seed=3, progress=False) for _ in range(2)]
+    assert torch.equal(before, torch.get_rng_state())
+    one, other = (run.policy.learner.policy.state_dict() for run in runs)
+    assert all(torch.equal(one[name], other[name]) for name in one)
