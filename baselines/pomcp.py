@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 CALIBRATION_EPISODES = 1000
 """Episodes of random actions that tell the scale of returns, and where observations lie."""
 
-EXPLORATION: dict[Rollout, float] = {"commitment": 0.5, "blind": 2.0, "random": 2.0}
+EXPLORATION: dict[Rollout, float] = {"commitment": 0.75, "blind": 2.0, "random": 2.0}
 """The default constant of UCB1, in standard deviations of the return of random actions."""
 
-EPISODES_AT_ONCE = 256
+EPISODES_AT_ONCE = 512
 """Trees that grow side by side: enough to drown the programs' overhead, few enough to fit in memory."""
 
 
@@ -156,7 +156,7 @@ class POUCT(_TreeSearch):
             is told the context: to the search, observing would look like full revelation, and it would only
             observe.
         exploration: The constant of UCB1, on the scale of returns. Left out, twice the standard deviation of
-            the return of random actions; half of it with `"commitment"`, whose values are less noisy.
+            the return of random actions; three quarters of it with `"commitment"`, which is less noisy.
         num_particles: Of the filter for each context, and of the belief that simulations start from.
         seed: Of everything random; None takes fresh entropy.
 

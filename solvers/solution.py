@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.policy import Policy
 
 WEIGHTS, SETTINGS = "policy.pt", "solution.json"
 
@@ -66,7 +67,8 @@ class Solution:
             seed: Of everything random.
         """
         prior = self.prior if prior is None else prior
-        return evaluate(self.model, self.policy, num_episodes, likelihood=likelihood, prior=prior, seed=seed)
+        policy: Policy = self.policy
+        return evaluate(self.model, policy, num_episodes, likelihood=likelihood, prior=prior, seed=seed)
 
     def agent(self, **settings: Any) -> Agent:
         """The policy at work, one episode at a time; see `Agent` for the settings."""
