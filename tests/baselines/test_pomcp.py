@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import pickle
 import random
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import baselines.pomcp
 from baselines.pomcp import POMCP, POUCT
 from baselines.pomdp_py_adapter import (
     UNSEEN,
@@ -532,7 +530,3 @@ def test_bad_arguments_are_named(kind, settings, name):
 def test_something_else_than_a_model_is_refused(kind):
     with pytest.raises(ValueError, match="model"):
         kind(LightDark)
-
-
-def test_examples():
-    assert doctest.testmod(baselines.pomcp).failed == 0
