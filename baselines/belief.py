@@ -78,8 +78,9 @@ class Memory:
 def thinned(cloud: Cloud, M: int) -> Any:
     """M states of equal weight for every context and episode, leaves `[C, B, M, …]`; contexts share luck."""
     C, B, N = cloud.weights.shape
-    points = torch.arange(M, device=cloud.weights.device) + torch.rand(1, B, 1, device=cloud.weights.device)
-    picked = inverted(cloud.weights, (points / M).expand(C, B, M).to(cloud.weights.dtype))
+    device = cloud.weights.device
+    points = torch.arange(M, device=device) + torch.rand(1, B, 1, dtype=torch.float64, device=device)
+    picked = inverted(cloud.weights.double(), (points / M).expand(C, B, M))
     rows = torch.arange(C * B, device=picked.device).view(C, B, 1)
     flat = (rows * N + picked).view(-1)
     return map_state(

@@ -77,7 +77,7 @@ def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor],
     for ahead in range(last + 1):
         t = time + ahead
         action = action_at(t.clamp(max=T - 1))
-        total += programs.reward(states, action, shape).mean(2) * (t < T)
+        total += torch.where(t < T, programs.reward(states, action, shape).mean(2), 0.0)  # the rest are over
         if ahead < last:
             states = moved(programs, states, action, shape)
     return total

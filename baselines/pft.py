@@ -467,10 +467,7 @@ def most_outcomes(settings: PFT, signature: Signature) -> int:
     """
     k, alpha = settings.widening
     S, sites = settings.num_simulations, signature.observations.values()
-    discrete = all(
-        not site.dtype.is_floating_point or (site.support is not None and site.support.is_discrete)
-        for site in sites
-    )
+    discrete = all(site.is_discrete for site in sites)
     return int(min(S, max(math.floor(k * S**alpha) + 1, DISCRETE_OUTCOMES if discrete else 1)))
 
 

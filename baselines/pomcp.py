@@ -11,7 +11,7 @@ import io
 from contextlib import contextmanager, redirect_stdout
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from baselines.pomdp_py_adapter import (
     particles,
     planner,
 )
+from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
@@ -90,7 +91,7 @@ class _TreeSearch:
         self.model = model
         self.num_simulations = require_count("num_simulations", num_simulations)
         self.num_particles = require_count("num_particles", num_particles)
-        require(rollout in EXPLORATION, "rollout", rollout, f"one of {list(EXPLORATION)}")
+        require(rollout in get_args(Rollout), "rollout", rollout, f"one of {get_args(Rollout)}")
         self.rollout = rollout
         self.seed = seed
         self.signature = signature(model)
@@ -152,9 +153,10 @@ class POUCT(_TreeSearch):
             all contexts, weighed by what the simulation has seen. These are the first values of the actions
             of a new node, the best is the node's, and in the end the action visited most is taken; with the
             others, it is the one of the highest mean, as pomdp-py has it. None of them sees the context it
-            is in. One that did would earn, after `observe` as after anything else, what an agent earns that
-            is told the context: to the search, observing would look like full revelation, and it would only
-            observe.
+            is in: observing would then look like full revelation; see `Rollouts`. But `"commitment"` takes
+            the state of a simulation for known. That is what makes it cheap, and serves where contexts
+            differ in what is seen or earned in a state; where they show in the state itself, search with
+            `baselines.pft.PFT`, whose nodes are beliefs.
         exploration: The constant of UCB1, on the scale of returns. Left out, twice the standard deviation of
             the return of random actions; three quarters of it with `"commitment"`, which is less noisy.
         num_particles: Of the filter for each context, and of the belief that simulations start from.
@@ -257,7 +259,7 @@ class POMCP(_TreeSearch):
         bins: How many bins for each number of a continuous observation; None for none.
         limits: Where bins begin and end; see `POUCT`.
         scheme: `"uniform"` or `"quantile"`; see `POUCT`.
-        rollout: `"blind"` or `"random"`; see `POUCT`.
+        rollout: `"blind"`, `"random"` or `"commitment"`; see `POUCT`.
         exploration: The constant of UCB1; see `POUCT`.
         num_particles: Of the belief.
         seed: Of everything random; None takes fresh entropy.
@@ -283,8 +285,10 @@ class POMCP(_TreeSearch):
 
     def start(self, prior: Tensor) -> Trees:
         """No trees yet; priors `[B, C]`."""
-        self.deprivation.episodes += len(prior)
-        return Trees(prior, (), np.zeros(len(prior), dtype=bool))
+        B = len(prior)
+        self.deprivation.episodes += B
+        p = as_prior(prior, self.model.num_contexts, B).expand(B, -1)
+        return Trees(p.to(self.model.device), (), np.zeros(B, dtype=bool))
 
     def act(self, history: History, memory: Trees) -> tuple[Tensor, Trees]:
         """Go down the tree to what was seen, and search on from there; actions `[B]` and the trees."""
@@ -311,19 +315,21 @@ class POMCP(_TreeSearch):
     def _plant(self, programs: Generative, memory: Trees, symbols: list[Symbol]) -> tuple[Trees, list[int]]:
         """Agents with a belief about `s_0`, and which of them had none left by what was seen at time 0."""
         B, N = len(memory.prior), self.num_particles
-        c = torch.multinomial(memory.prior.double(), N, replacement=True)  # [B, N]
+        c = torch.multinomial(memory.prior, N, replacement=True)  # [B, N]
         state = programs.initial(c.flatten())
         x = self.rows.of(state).reshape(B, N, -1)
-        known = memory.prior.double().log()[:, None].expand(B, N, -1)
+        before = memory.prior.log()[:, None].expand(B, N, -1)
+        known = before.clone()
         lost = []
         if self.model.initial_observation:
             percept = programs.look(state, c.flatten())
-            known = known + programs.log_density(state, percept).view(B, N, -1)
+            known += programs.log_density(state, percept).view(B, N, -1)
             foreseen = self.binning.symbols(percept)
             for b in range(B):
                 alike = [n for n in range(N) if foreseen[b * N + n] == symbols[b]]
                 if not alike:
                     lost.append(b)
+                    known[b] = before[b]
                     continue
                 n = torch.tensor(alike)[torch.randint(len(alike), (N,))]
                 x[b], c[b], known[b] = x[b, n], c[b, n], known[b, n]

@@ -155,9 +155,10 @@ class Binning:
         by_site = _limits_by_site(limits, sites)
         edges = {}
         for name, spec in sites.items():
-            seen = _seen_numbers(spec, episodes.observations[name], episodes.observed[name])
-            ends = by_site.get(name)
-            edges[name] = None if bins is None or is_discrete(spec) else _edges(seen, bins, ends, scheme)
+            seen = _seen_numbers(spec, episodes, name)
+            edges[name] = (
+                None if bins is None or spec.is_discrete else _edges(seen, bins, by_site.get(name), scheme)
+            )
         return Binning(sites, edges)
 
     def symbols(self, percept: Percept, rows: Tensor | None = None) -> list[Symbol]:
@@ -178,32 +179,34 @@ class Binning:
         return torch.where(flags, values.double(), UNSEEN)
 
 
-def is_discrete(spec: ObservationSite) -> bool:
-    """Whether the values of a site are met again by themselves."""
-    return not spec.dtype.is_floating_point or (spec.support is not None and spec.support.is_discrete)
-
-
 def _flags(spec: ObservationSite, flags: Tensor) -> Tensor:
     """Flags `[N, *plates]` for every number of a site, `[N, k]`."""
     event = (1,) * (len(spec.shape) - len(spec.plates))
     return flags.reshape(flags.shape + event).expand(len(flags), *spec.shape).reshape(len(flags), -1)
 
 
-def _seen_numbers(spec: ObservationSite, values: Tensor, flags: Tensor) -> list[Tensor]:
-    """What episodes `[B, T, …]` saw, for each of the k numbers of a site."""
-    v = values.flatten(0, 1).reshape(-1, math.prod(spec.shape))  # [B·T, k]
-    f = _flags(spec, flags.flatten(0, 1))
+def _seen_numbers(spec: ObservationSite, episodes: Episodes, name: str) -> list[Tensor]:
+    """What episodes saw, for each of the k numbers of a site."""
+    values, flags = episodes.observations[name].flatten(0, 1), episodes.observed[name].flatten(0, 1)
+    if episodes.initial_observations is not None and episodes.initially_observed is not None:
+        values = torch.cat([values, episodes.initial_observations[name]])
+        flags = torch.cat([flags, episodes.initially_observed[name]])
+    v = values.reshape(-1, math.prod(spec.shape))  # [n, k]
+    f = _flags(spec, flags)
     return [v[f[:, i], i].double() for i in range(v.shape[1])]
 
 
 def _limits_by_site(limits: Any, sites: Mapping[str, ObservationSite]) -> dict[str, tuple[float, float]]:
     if limits is None:
         return {}
-    given = limits if hasattr(limits, "items") else dict.fromkeys(sites, limits)
-    unknown = sorted(set(given) - set(sites))
-    require(not unknown, "limits", unknown, f"sites out of {sorted(sites)}")
+    continuous = sorted(name for name, spec in sites.items() if not spec.is_discrete)
+    given = limits if hasattr(limits, "items") else dict.fromkeys(continuous, limits)
+    unknown = sorted(set(given) - set(continuous))
+    require(not unknown, "limits", unknown, f"sites out of {continuous}, which are continuous")
     for ends in given.values():
-        proper = len(ends) == 2 and -math.inf < ends[0] < ends[1] < math.inf
+        pair = isinstance(ends, tuple | list) and len(ends) == 2
+        proper = pair and all(isinstance(end, int | float) and math.isfinite(end) for end in ends)
+        proper = proper and ends[0] < ends[1]
         require(proper, "limits", limits, "two numbers, the lower first, or such a pair for every site")
     return dict(given)
 
@@ -233,11 +236,6 @@ class Rows:
 
     signature: Signature
     device: torch.device
-
-    @property
-    def size(self) -> int:
-        """How many numbers K a state has."""
-        return sum(math.prod(leaf.shape) for _, leaf in leaves(self.signature.state))
 
     def of(self, state: Any) -> Tensor:
         """A state with leaves `[N, …]` as float64 `[N, K]`."""
@@ -399,7 +397,7 @@ class Rollouts:
         programs: Of the model.
         kind: `"blind"` takes one action at random and keeps to it; `"random"` takes a new one at every step;
             `"commitment"` keeps to every action in turn, in all contexts, and weighs these by what the
-            simulation has seen.
+            simulation has seen. It takes the state of the simulation for known.
     """
 
     def __init__(self, programs: Generative, kind: Rollout) -> None:

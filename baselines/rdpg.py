@@ -17,7 +17,7 @@ import copy
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyro.distributions as dist
@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from baselines.learned import Learned
 from cpomdp_ppl.context import stratified
 from cpomdp_ppl.encoding import Encoding
-from cpomdp_ppl.errors import require, require_count, require_model
+from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.simulate import simulate
@@ -90,17 +90,13 @@ class Settings:
     def __post_init__(self) -> None:
         counts = ("hidden", "random_episodes", "round_size", "updates", "batch_size", "capacity")
         for name in (*counts, "evaluate_every", "evaluation_episodes"):
-            require_count(name, getattr(self, name))
+            object.__setattr__(self, name, require_count(name, getattr(self, name)))
         for name in ("actor_rate", "critic_rate", "temperature"):
-            value = getattr(self, name)
-            require(_is_real(value) and 0 < value < math.inf, name, value, "a positive number")
+            require_number(name, getattr(self, name), "a positive number", above=0.0)
         for name in ("discount", "target_rate", "exploration", "last_exploration"):
             value = getattr(self, name)
-            require(_is_real(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            require_number(name, value, "a number from 0 to 1")
+            require(value <= 1, name, value, "a number from 0 to 1")
 
 
 def fit(

@@ -6,14 +6,16 @@ Needs the extra `rl`. It stands for any library that learns from Gymnasium envir
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyro.distributions as dist
 import torch
 import xarray as xr
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from tqdm.auto import tqdm
 
 from baselines.learned import Learned
 from cpomdp_ppl.errors import require_count, require_model
@@ -71,18 +73,29 @@ def fit(
     began, finished = time.perf_counter(), True
     with isolated(seed):
         batch = Batch(model, EPISODES)
-        scaled = VecNormalize(batch, norm_obs=False, gamma=1.0)
+        scaled = VecNormalize(batch, norm_obs=False, clip_reward=math.inf, gamma=chosen["gamma"])
         learner = RecurrentPPO("MlpLstmPolicy", scaled, seed=seed, **chosen)
-        try:
-            learner.learn(total * model.horizon, progress_bar=progress)
-        except KeyboardInterrupt:
-            finished = False
+        with tqdm(total=total, disable=not progress, desc="recurrent PPO", unit="episode") as bar:
+            try:
+                learner.learn(total * model.horizon, callback=lambda *_: shown(bar, batch))
+            except KeyboardInterrupt:
+                finished = False
+                bar.write(f"stopped after {bar.n} of {total} episodes; this is what was learned so far")
     returns = torch.tensor(batch.returns)
     history = xr.Dataset(
         {"training_return": ("episodes", returns.numpy())},
         {"episodes": EPISODES * (1 + torch.arange(len(returns)).numpy())},
     )
     return Learned(RecurrentPolicy(model, learner), history, time.perf_counter() - began, finished)
+
+
+def shown(bar: tqdm[NoReturn], batch: Batch) -> bool:
+    """Move a progress bar to where learning is; true, for it to go on."""
+    played = EPISODES * len(batch.returns)
+    if played > bar.n:
+        bar.set_postfix_str(f"return {batch.returns[-1]:.2f}", refresh=False)
+        bar.update(played - bar.n)
+    return True
 
 
 class Batch(VecEnv):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # This file has the name of the package that it measures, and would be found first.
-sys.path.remove(str(Path(__file__).resolve().parent))
+if (HERE := str(Path(__file__).resolve().parent)) in sys.path:
+    sys.path.remove(HERE)
 
 import matplotlib.pyplot as plt
 import torch
@@ -92,7 +93,7 @@ def rows(model: CPOMDP) -> dict[str, tuple[int, Callable[[], Made]]]:
         "likeliest context": rule(MostLikelyContext, model, always, exact),
         "Thompson sampling": rule(ThompsonSampling, model, always, exact),
         "QMDP": rule(QMDP, model),
-        "QMDP + 3 nats": rule(QMDP, model, temperature=3.0),
+        "QMDP, τ = 3": rule(QMDP, model, temperature=3.0),
         "approach, observe, commit": (LEARNED, lambda: tuned_rule(model, told, exact)),
         "POMCP, raw, 500": planner(POMCP, 500, bins=None),
         "POMCP, 10 bins, 500": planner(POMCP, 500),
@@ -130,14 +131,14 @@ def rdpg(model: CPOMDP, num_episodes: int) -> Made:
     from baselines import rdpg
 
     learned = rdpg.fit(model, num_episodes, seed=0, progress=False)
-    return Made(learned.policy, learned.seconds, as_curve(learned.history, "greedy_return"))
+    return Made(learned.policy, learned.seconds, as_curve(learned.history))
 
 
 def recurrent_ppo(model: CPOMDP, num_episodes: int) -> Made:
     from baselines import recurrent_ppo
 
     learned = recurrent_ppo.fit(model, num_episodes, seed=0, progress=False)
-    return Made(learned.policy, learned.seconds, as_curve(learned.history, "training_return"))
+    return Made(learned.policy, learned.seconds, as_curve(learned.history))
 
 
 def cids(model: CPOMDP) -> Made:
@@ -152,8 +153,8 @@ def cids(model: CPOMDP) -> Made:
     return Made(solution.policy, seconds, curve)
 
 
-def as_curve(history: Any, what: str) -> dict[str, list[float]]:
-    return {"episodes": history.episodes.values.tolist(), "return": history[what].values.tolist()}
+def as_curve(history: Any) -> dict[str, list[float]]:
+    return {"episodes": history.episodes.values.tolist(), "return": history.training_return.values.tolist()}
 
 
 def place(model_name: str, row: str) -> Path:
@@ -181,7 +182,9 @@ def measure(model_name: str, row: str) -> None:
         record["deprivation"] = vars(made.policy.deprivation)
     path = place(model_name, row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record))
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(path)
     print(f"{model_name}: {row}: {result.returns}, {record['seconds']:.0f} s", flush=True)
 
 
@@ -227,7 +230,7 @@ def draw_curves(model_name: str, path: Path) -> None:
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for name, curve in records.items():
             axes.plot(curve["episodes"], smoothed(curve["return"]), label=name, linewidth=1.5)
-    axes.set(xscale="log", xlabel="episodes learned from", ylabel="return", title=model_name)
+    axes.set(xscale="log", xlabel="episodes learned from", ylabel="return while learning", title=model_name)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

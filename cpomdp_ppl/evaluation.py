@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 from cpomdp_ppl.context import as_prior, entropy, stratified
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import RandomStream
+from cpomdp_ppl.isolation import RandomStream, require_seed
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 from cpomdp_ppl.simulate import simulate
 
@@ -165,7 +166,7 @@ def evaluate(
 
     Args:
         model: The CPOMDP.
-        policy: Who acts; or several by name, for `compare`.
+        policy: Who acts; several, by name, are given to `compare`, which returns a table of them.
         num_episodes: How many episodes; for several, also by name.
         likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact that
             serves the model: exact operators, a grid for one-dimensional states, or 1,024 particles.
@@ -199,6 +200,7 @@ def evaluate(
             seed=seed,
         )
     B = require_count("num_episodes", num_episodes)
+    require_seed(seed)
     size = require_count("batch_size", batch_size)
     require_count("workers", workers)
     p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
@@ -341,6 +343,7 @@ def compare(
     num_episodes: int | Mapping[str, int] = 4000,
     *,
     training_seconds: Mapping[str, float] | None = None,
+    seed: int | None = 0,
     **settings: Any,
 ) -> Comparison:
     """Evaluate several policies on the same contexts, first states and noise, into one table.
@@ -350,6 +353,7 @@ def compare(
         policies: By name.
         num_episodes: For all, or by name: planners may be too slow for as many as learned policies get.
         training_seconds: How long policies took to learn, by name, for the table.
+        seed: Of everything random; None takes fresh entropy, once for all.
         settings: As for `evaluate`.
 
     Example:
@@ -360,10 +364,16 @@ def compare(
         50
     """
     require(isinstance(policies, Mapping) and len(policies) > 0, "policies", policies, "policies by name")
-    evaluations = {}
-    for name, policy in policies.items():
-        many = num_episodes[name] if isinstance(num_episodes, Mapping) else num_episodes
-        evaluations[name] = evaluate(model, policy, many, **settings)
+    many = dict(num_episodes) if isinstance(num_episodes, Mapping) else dict.fromkeys(policies, num_episodes)
+    require(
+        many.keys() == policies.keys(), "num_episodes", num_episodes, f"a number, or one for {list(policies)}"
+    )
+    require_seed(seed)
+    if seed is None:  # fresh, but the same for all
+        seed = secrets.randbits(32)
+    evaluations = {
+        name: evaluate(model, policy, many[name], seed=seed, **settings) for name, policy in policies.items()
+    }
     return Comparison(evaluations, dict(training_seconds or {}))
 
 

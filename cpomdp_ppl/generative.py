@@ -91,12 +91,12 @@ class Generative:
             self.model.observation(after, self._column(action), self._column(context))
         return Step(after, percept_of(self.signature, seen, action, context.shape), reward)
 
-    def log_density(self, state: Any, percept: Percept, time: int = 0) -> Tensor:
+    def log_density(self, state: Any, percept: Percept) -> Tensor:
         """`log p(o | s, a, c)` of what was seen in states with leaves `[N, …]`, by context, `[N, C]`."""
         C, N = self.model.num_contexts, len(next(iter(percept.observed.values())))
         states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
         contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
-        seen = Seen(time, percept.action, percept.observations, percept.observed)
+        seen = Seen(0, percept.action, percept.observations, percept.observed)
         density = log_density_of_seen(self.model, self._scored, states, contexts, seen, draw=True)
         return density.expand(C, N, 1)[..., 0].T
 

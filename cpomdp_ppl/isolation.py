@@ -57,7 +57,10 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
         >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(0, 2)
         (True, False)
     """
-    return None if seed is None else int(np.random.SeedSequence([int(seed), *purpose]).generate_state(1)[0])
+    if seed is None:
+        return None
+    # With how many purposes there are: a sequence pads what it is given with zeros.
+    return int(np.random.SeedSequence([int(seed), len(purpose), *purpose]).generate_state(1)[0])
 
 
 class RandomStream:

@@ -52,6 +52,11 @@ class ObservationSite:
     support: Constraint | None = None
 
     @property
+    def is_discrete(self) -> bool:
+        """Whether equal values are met again."""
+        return not self.dtype.is_floating_point or (self.support is not None and self.support.is_discrete)
+
+    @property
     def classes(self) -> tuple[int, int] | None:
         """The lowest of the integers that values are, and how many there are, if few; bits are two."""
         base: Any = base_constraint(self.support)

@@ -1,4 +1,4 @@
-"""Rules, planners and learners on one model, on the same episodes: some minutes.
+"""Rules, planners and learners on one model, on the same episodes: some minutes. Needs the extra `pomcp`.
 
 python examples/compare.py
 python examples/compare.py --model LineGrid

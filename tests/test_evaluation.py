@@ -113,7 +113,21 @@ def test_a_table_of_policies():
     assert json.loads(json.dumps(table.as_dict()))["training_seconds"] == {"random": 3.0}
     with pytest.raises(ValueError, match="policies"):
         compare(model, {})
-    assert str(evaluate(model, policies, 40)).count("40") >= 2
+    with pytest.raises(ValueError, match="num_episodes"):
+        compare(model, policies, {"random": 40})
+
+
+def test_evaluating_several_is_comparing_them():
+    model, policies = LineGrid(), {"random": RandomPolicy(3), "again": RandomPolicy(3)}
+    settings = dict(prior=[0.2, 0.8], likelihood="smc", seed=7)
+    one, other = evaluate(model, policies, 40, **settings), compare(model, policies, 40, **settings)
+    for name in policies:
+        assert one.evaluations[name].returns == other.evaluations[name].returns
+        assert one.evaluations[name].entropy == other.evaluations[name].entropy
+    fresh = compare(model, policies, 40, seed=None).evaluations
+    assert fresh["random"].returns == fresh["again"].returns  # on the same episodes, whichever they are
+    with pytest.raises(ValueError, match="seed"):
+        evaluate(model, policies["random"], 40, seed=-1)
 
 
 def test_a_model_that_the_grid_refuses_is_left_to_particles():

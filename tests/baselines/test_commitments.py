@@ -3,11 +3,14 @@ from __future__ import annotations
 from statistics import NormalDist
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 from baselines.belief import inverted, thinned
 from baselines.commitments import moved, plans, play, returns_of
+from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inferring
 from cpomdp_ppl.inference.particle_filter import Cloud
@@ -131,3 +134,28 @@ def test_thinning_keeps_weights_to_within_one_state():
     for c in range(2):
         for n in range(N):
             assert_mean(counts[c, :, n].double(), float(M * weights[c, 0, n]), "count")
+
+
+def test_what_is_over_stays_as_it_was_however_the_rest_goes_on():
+    """A state that grows without bound: an episode that has ended must not come to harm."""
+
+    class Growing(CPOMDP):
+        contexts, actions, horizon = 1, 1, 60
+
+        def initial(self, context):
+            return torch.tensor(10.0)
+
+        def transition(self, state, action, context):
+            return state * 10
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state, 1.0))
+
+        def reward(self, state, action, context):
+            return torch.where(state < 1e30, 1.0, -state)
+
+    model = Growing()
+    with inferring(model, 0):
+        recursion = ParticleFilter(1).recursion(model)
+        returns = play(recursion, torch.full((1, 2, 1), 10.0), torch.tensor([30, 58]), torch.zeros_like)
+    assert returns[0, 1] == 2

@@ -14,6 +14,7 @@ from baselines import rdpg
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
 from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
 from cpomdp_ppl.encoding import Encoding
+from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from tests.programs import Dice, EyesOpen, Learnable
@@ -357,3 +358,23 @@ def test_it_learns_to_sense_before_it_goes():
     error = ((greedy.var() + chance.var()) / n) ** 0.5
     assert greedy.mean() - chance.mean() > 5 * error
     assert greedy.mean() > 5 * error  # better than to stay
+
+
+def test_chance_falls_in_a_straight_line_to_half_of_the_episodes(monkeypatch):
+    fitting = rdpg.Fitting(LineGrid(), Settings(exploration=0.5, last_exploration=0.1), 1000)
+    chances = []
+    monkeypatch.setattr(fitting, "_play", lambda policy, n: chances.append(policy.chance))
+    for played in (0, 250, 500, 900):
+        fitting.played = played
+        fitting._explore()
+    assert chances == pytest.approx([0.5, 0.3, 0.1, 0.1])
+
+
+def test_rewards_are_kept_in_units_of_the_first_returns():
+    settings = Settings(random_episodes=200, updates=1, batch_size=4, evaluation_episodes=10)
+    with isolated(0):
+        fitting = rdpg.Fitting(LineGrid(), settings, 200)
+        fitting.iterate()
+    returns = fitting.replay.rewards[:200].sum(1)
+    assert float(returns.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
+    assert float(fitting.returns[0].std(correction=0)) == pytest.approx(fitting.unit, rel=1e-4)

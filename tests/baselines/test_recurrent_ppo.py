@@ -33,7 +33,7 @@ def test_its_policy_decides_as_the_library_does():
 
 
 def test_its_history_is_of_whole_batches():
-    learned = recurrent_ppo.fit(LineGrid(), 300, progress=False)
+    learned = recurrent_ppo.fit(LineGrid(), 300)  # with its progress bar
     episodes = learned.history.episodes.values
     assert episodes.tolist() == list(range(64, 64 * 9, 64))  # 300 rounded up to whole rounds
     assert np.isfinite(learned.history.training_return.values).all()
