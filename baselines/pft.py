@@ -38,7 +38,7 @@ LeafValue: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 
 LEAVES = ("commitment", "qmdp", "rollout")
 BYTES_AT_ONCE = 2**29
-SPREAD = 0.5
+SPREAD = 0.25
 """The default exploration constant, in units of what returns met in a search are apart."""
 TINY = 1e-12
 """In place of 0: an untried action has an infinite bonus, and 0 times ∞ is no number."""
@@ -64,11 +64,12 @@ class PFT:
         model: The CPOMDP.
         num_simulations: Simulations in a search, each of which adds a node.
         num_particles: Particles for every context in a node.
-        exploration: UCB1's constant, in units of reward. Left out, half of what the best and the worst return
-            that simulations have met in a search are apart.
+        exploration: UCB1's constant, in units of reward. Left out, a quarter of what the best and the worst
+            return are apart that a search has met, commitments in each context among them.
         widening: `(k, α)`.
         leaf: What a new node is worth. `"commitment"`: the best of the commitments, chosen without knowing
-            the context, which some policy earns; `"qmdp"`: the best in each context, as if it were known,
+            the context, which some policy earns; each also is the first value of the action that it begins
+            with, and counts as one visit; `"qmdp"`: the best in each context, as if it were known,
             which is optimistic; `"rollout"`: random actions; or a function
             `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`.
         commitments: What `"commitment"` and `"qmdp"` choose from: actions to repeat, by index or name, or
@@ -300,6 +301,12 @@ class Search:
         self.exploration = torch.full_like(self.first_reward[:, :1], max(given, TINY))  # [B, 1]
         self.lowest = torch.full_like(self.first_reward[:, 0], torch.inf)  # return from the root so far, [B]
         self.highest = -self.lowest
+        if settings.leaf == "commitment":
+            now = torch.full_like(self.episode, time)
+            returns = returns_of(self.plans, self.filter, cloud.state, now).double()  # [C, B, G]
+            self.commit(0, self.episode, returns, memory.log_posterior.exp(), now)
+            self.lowest, self.highest = returns.amin((0, 2)), returns.amax((0, 2))
+            self.explore()
 
     def simulate(self, k: int) -> None:
         """Once through every tree: down to a new node k, its value, and back up."""
@@ -389,7 +396,7 @@ class Search:
         tree.reward[k].index_copy_(0, b, reward)
         tree.depth[k].index_copy_(0, b, frontier.depth + 1)
         tree.children[first, b, frontier.outcome] = k
-        return self.value(cloud, after.exp(), self.time + 1 + frontier.depth)
+        return self.value(k, b, cloud, after.exp(), self.time + 1 + frontier.depth)
 
     def open(self, k: int, frontier: Frontier, cloud: Cloud, log_posterior: Tensor) -> None:
         """Draw the outcomes of edges that were never visited, all that can ever be needed of them."""
@@ -413,16 +420,43 @@ class Search:
         tree.in_play[k].index_fill_(0, b, 1)
         tree.first[frontier.node[rows], b, frontier.action[rows]] = k
 
-    def value(self, cloud: Cloud, posterior: Tensor, time: Tensor) -> Tensor:
-        """What new nodes are worth, `[R]`: nothing at the horizon."""
+    def value(self, k: int, b: Tensor, cloud: Cloud, posterior: Tensor, time: Tensor) -> Tensor:
+        """What the nodes k of some episodes `[R]` are worth, `[R]`: nothing at the horizon."""
         value = torch.zeros(len(time), dtype=torch.float64, device=time.device)
         rows = (time < self.model.horizon).nonzero()[:, 0]
         if not len(rows):
             return value
         if len(rows) < len(time):
             cloud = map_belief(lambda leaf: leaf.index_select(1, rows), cloud)
+            b, posterior, time = b[rows], posterior[rows], time[rows]
         states = thinned(cloud, self.settings.leaf_particles)
-        return value.index_copy_(0, rows, self.leaf_value(states, posterior[rows], time[rows]).double())
+        if self.settings.leaf == "commitment":
+            returns = returns_of(self.plans, self.filter, states, time).double()
+            return value.index_copy_(0, rows, self.commit(k, b, returns, posterior, time))
+        return value.index_copy_(0, rows, self.leaf_value(states, posterior, time).double())
+
+    def commit(self, k: int, b: Tensor, returns: Tensor, posterior: Tensor, time: Tensor) -> Tensor:
+        """Value nodes k by the best commitment, `[R]`; each counts as the first visit of its first action.
+
+        Args:
+            k: The number of the nodes.
+            b: The episodes whose they are, `[R]`.
+            returns: What each plan earns in every context, `[C, R, G]`.
+            posterior: Over contexts, `[R, C]`.
+            time: When, `[R]`.
+        """
+        worth = torch.einsum("rc,crg->rg", posterior, returns)  # [R, G]
+        unknown = worth.new_full((len(b), self.A), -torch.inf)
+        best = unknown.scatter_reduce_(1, self.plans[:, time].T, worth, "amax")  # [R, A]
+        known = best > -torch.inf
+        self.tree.visits[k].index_copy_(0, b, known.double())
+        self.tree.values[k].index_copy_(0, b, torch.where(known, best, 0.0))
+        return worth.amax(1)
+
+    def explore(self) -> None:
+        """Set UCB1's constant by how far apart returns are, unless it was given."""
+        if self.settings.exploration is None:
+            self.exploration = (SPREAD * (self.highest - self.lowest)).clamp_(min=TINY)[:, None]
 
     def leaf_value(self, states: Any, posterior: Tensor, time: Tensor) -> Tensor:
         """What beliefs are worth, `[R]`, by states `[C, R, M, …]`, posterior `[R, C]` and time `[R]`."""
@@ -439,18 +473,15 @@ class Search:
             )
             return (posterior * returns.view(self.C, R, M).mean(2).T).sum(1)
         returns = returns_of(self.plans, self.filter, states, time)  # [C, R, G]
-        if leaf == "qmdp":
-            return (posterior * returns.amax(2).T).sum(1)
-        return torch.einsum("rc,crg->rg", posterior, returns.double()).amax(1)
+        return (posterior * returns.amax(2).T).sum(1)
 
     def back_up(self, edges: Tensor, nodes: Tensor, value: Tensor) -> None:
         """Count the simulations, and average their returns, on all edges `[depth, B]` that they took."""
         tree = self.tree
         rewards = tree.reward[nodes, self.episode]  # 0 after the last: the root has none
         returns = rewards.flip(0).cumsum(0).flip(0) + value  # to come, [depth, B]
-        if self.settings.exploration is None:
-            self.lowest, self.highest = self.lowest.minimum(returns[0]), self.highest.maximum(returns[0])
-            self.exploration = (SPREAD * (self.highest - self.lowest)).clamp_(min=TINY)[:, None]
+        self.lowest, self.highest = self.lowest.minimum(returns[0]), self.highest.maximum(returns[0])
+        self.explore()
         taken = edges >= 0
         edge, returns = edges[taken], returns[taken]
         visits, values = tree.visits.view(-1), tree.values.view(-1)

@@ -184,7 +184,7 @@ def test_counts_add_up_and_values_are_mean_returns(model, time, temperature):
 
 def test_equal_outcomes_share_a_child():
     model = LineGrid()
-    policy = PFT(model, 200, 4)
+    policy = PFT(model, 200, 4, leaf="qmdp")
     tree = policy.search(policy.start(model.prior().expand(5, -1)), 0)
     for b in range(5):
         for a, most in ((LEFT, 1), (RIGHT, 1), (SENSE, 2)):
@@ -206,10 +206,8 @@ def value_of_going_left(model, **settings):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (dict(leaf="commitment"), 0.0),  # sense until the end; either target is worth -10
         (dict(leaf="qmdp"), 20.0),
         (dict(leaf="qmdp", commitments=["sense"]), 0.0),
-        (dict(leaf="commitment", commitments=["left", 1]), -10.0),
         (dict(leaf="qmdp", commitments=[lambda t: "sense" if t < 3 else "left"]), -10.0),  # still in time
         (dict(leaf="qmdp", commitments=[lambda t: "sense" if t < 8 else "left"]), 0.0),  # not in time
     ],
@@ -217,6 +215,26 @@ def value_of_going_left(model, **settings):
 def test_leaves_are_worth_what_they_should(settings, expected):
     model = LineGrid(horizon=8)
     assert value_of_going_left(model, **settings).tolist() == [expected] * 400
+
+
+@pytest.mark.parametrize(
+    ("commitments", "values", "visits"),
+    [
+        # Either target is worth -10, and to sense until the end nothing. After one look, that the simulation
+        # takes, the likelier target is worth 0.85 · 20 - 0.15 · 40 = 11.
+        (None, [-10.0, -10.0, (0.0 + 11.0) / 2], [1, 1, 2]),
+        (["left", 1], [-10.0, -10.0, 11.0], [1, 1, 1]),
+        # Of two plans that begin alike the better counts; left is tried first, as nothing is known of it.
+        ([lambda t: "sense" if t < 3 else "left", "sense"], [0.0, 0.0, 0.0], [1, 0, 1]),
+    ],
+)
+def test_commitments_are_the_first_values_of_actions(commitments, values, visits):
+    model = LineGrid(horizon=8)
+    policy = PFT(model, 1, 16, commitments=commitments)
+    tree = policy.search(policy.start(model.prior().expand(3, -1)), 0)
+    for b in range(3):
+        assert tree.visits[0, b].tolist() == visits
+        assert tree.values[0, b].tolist() == pytest.approx(values, abs=1e-5)
 
 
 def test_rollouts_are_random():
