@@ -151,7 +151,7 @@ def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> I
 
     Args:
         groups: One of them `posterior`, whose attributes the whole gets.
-        datatree: Whether to make a `DataTree`; left out, if ArviZ has no `InferenceData`.
+        datatree: Whether to make a `DataTree`; left out, if ArviZ works with those: from 1.0 on.
     """
     with warnings.catch_warnings():
         # Once a day, ArviZ 0.23 warns whoever imports it that a 1.0 is out; both will do here.
@@ -160,7 +160,7 @@ def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> I
 
     attributes = groups["posterior"].attrs
     if datatree is None:
-        datatree = not hasattr(az, "InferenceData")
+        datatree = getattr(az, "InferenceData", xr.DataTree) is xr.DataTree  # 1.x keeps the name for that
     if datatree:
         return xr.DataTree.from_dict({"/": xr.Dataset(attrs=attributes), **groups})
     datasets: dict[str, Any] = dict(groups)
