@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.isolation import require_seed, seed_for
 from cpomdp_ppl.simulate import simulate
 from solvers.checkpoint import made_directory, save_json, save_tensors
 from solvers.policies import LSTMPolicy
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import xarray as xr
+    from arviz import InferenceData
     from matplotlib.figure import Figure
 
     from cpomdp_ppl import CPOMDP
@@ -94,6 +97,25 @@ class Solution:
         other = None if seed is None else (seed + 1) % 2**32  # or the filter's noise would be the world's
         filtering = as_backend(likelihood).run(self.model, episodes, seed=other, moments=False)
         return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
+
+    def to_inference_data(self, num_episodes: int = 200, **settings: Any) -> InferenceData | xr.DataTree:
+        """Play episodes, and export what is believed about them to ArviZ.
+
+        The groups are those of `cpomdp_ppl.diagnostics.to_inference_data`, and `fit_history`: what was
+        measured during the fit, by `iteration`.
+
+        Args:
+            num_episodes: How many episodes to play.
+            settings: Those of `cpomdp_ppl.diagnostics.to_inference_data`; the prior is that of the fit unless
+                another is given, and the seed is that of the episodes as well.
+        """
+        settings = {"prior": self.prior, **settings}
+        seed = settings.get("seed")
+        require_seed(seed)
+        world = seed_for(seed, WORLD)  # or the filter's noise would be that of the episodes
+        episodes = simulate(self.model, self.policy, num_episodes, prior=settings["prior"], seed=world)
+        groups = inference_groups(self.model, episodes, **settings)
+        return wrapped({**groups, "fit_history": self.history})
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write weights and settings to a directory, for `cids.load`.

@@ -17,11 +17,13 @@ from cpomdp_ppl.errors import (
     ModelError,
     ObservationError,
     require,
+    require_count,
     require_model,
 )
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.signature import read_signature, site_parents
 from cpomdp_ppl.state import leaves, map_state
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.state import State
 
 
 @contextmanager
@@ -74,6 +77,20 @@ class Recursion(ABC):
     @abstractmethod
     def moments(self, belief: Any) -> tuple[Any, Any]:
         """Mean and variance of the state, leaves `[C, B, …]`."""
+
+    @abstractmethod
+    def draw(self, belief: Any, num_draws: int) -> State:
+        """States drawn independently from the belief, leaves `[C, B, M, …]` of the model's own types."""
+
+    @abstractmethod
+    def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+        """The states of a batch of episodes in hindsight; see `Backend.smooth`.
+
+        Args:
+            episodes: What was done and seen, in B episodes.
+            num_trajectories: How many trajectories M to draw for every episode and context.
+            offset: Number of the first of these episodes, for messages.
+        """
 
     def ess(self, belief: Any) -> Tensor | None:
         """Effective sample size, `[C, B]`, of beliefs that have one."""
@@ -127,6 +144,12 @@ class Backend(ABC):
         """How many episodes fit in memory together."""
         return 1_000_000
 
+    def episodes_smoothed_at_once(
+        self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
+    ) -> int:
+        """How many episodes fit in memory together when they are smoothed."""
+        return max(1, self.episodes_at_once(model, recursion) // (num_trajectories + 1))
+
     def run(
         self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
     ) -> Filtering:
@@ -154,6 +177,39 @@ class Backend(ABC):
             return Filtering.concatenate(
                 [
                     fold(recursion, episodes[i : i + size], moments, offset=i)
+                    for i in range(0, len(episodes), size)
+                ]
+            )
+
+    def smooth(
+        self, model: CPOMDP, episodes: Episodes, num_trajectories: int = 100, *, seed: int | None = None
+    ) -> Smoothing:
+        """The states in hindsight: moments, and draws of whole trajectories, given all that was observed.
+
+        Each episode is smoothed from its own end; past it, everything stays what it is there. For a context
+        that cannot have produced an episode, an impossible observation is left out.
+
+        Args:
+            model: The CPOMDP.
+            episodes: What was done and seen.
+            num_trajectories: How many trajectories M to draw for every episode and context.
+            seed: Of the random numbers.
+
+        Raises:
+            UnsupportedModelError: If this backend cannot serve the model.
+            ObservationError: If the episodes are not of this model.
+            DegenerateWeightsError: If no context can have produced an episode.
+            DensityError: If a program left the reals.
+        """
+        require_model(model)
+        require_count("num_trajectories", num_trajectories)
+        with inferring(model, seed):
+            recursion = self.recursion(model)
+            require_same_sites(recursion, episodes)
+            size = self.episodes_smoothed_at_once(model, recursion, episodes.horizon, num_trajectories)
+            return Smoothing.concatenate(
+                [
+                    recursion.smooth(episodes[i : i + size], num_trajectories, offset=i)
                     for i in range(0, len(episodes), size)
                 ]
             )

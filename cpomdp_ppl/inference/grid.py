@@ -22,10 +22,8 @@ from cpomdp_ppl.inference.enumeration import (
     Nodes,
     double_precision,
     drawing,
-    in_double_precision,
-    require_sensible,
 )
-from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion
+from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion, smoothed_at_once
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.simulate import simulate
@@ -106,6 +104,13 @@ class GridFilter(Backend):
         assert isinstance(recursion, GridRecursion)
         return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size))
 
+    def episodes_smoothed_at_once(
+        self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
+    ) -> int:
+        """As many as the exact backend would, with as many states."""
+        assert isinstance(recursion, GridRecursion)
+        return smoothed_at_once(recursion, horizon, num_trajectories)
+
 
 @dataclass(frozen=True)
 class Band:
@@ -152,6 +157,32 @@ class Transition:
             moved = moved / moved.sum(-1, keepdim=True)
         return moved
 
+    def expect(self, values: Tensor) -> Tensor:
+        """Means of functions `[C, R, G]` of the point arrived at, for every point to start from."""
+        if self.identity:
+            return values
+        expected = torch.empty_like(values)
+        for band in self.bands:
+            stop = band.start + band.weights.shape[1]
+            expected[..., band.start : stop] = values[..., band.low : band.high] @ band.weights.mT
+        return expected
+
+    def origins(self, later: Tensor) -> Tensor:
+        """Weights of all points to start from, for points arrived at, `[C, R, M]`: `[C, R, M, G]`.
+
+        Weights that are negative are taken for zero, as they are none of a distribution. That leaves the mean
+        right, but adds about half a cell's width of spread.
+        """
+        last = self.bands[-1]
+        G = last.start + last.weights.shape[1]
+        found = torch.zeros(*later.shape, G, dtype=last.weights.dtype)
+        for c, (arrived, target) in enumerate(zip(later.flatten(1), found.flatten(1, 2), strict=True)):
+            for band in self.bands:
+                rows = ((arrived >= band.low) & (arrived < band.high)).nonzero()[:, 0]
+                weights = band.weights[c if len(band.weights) > 1 else 0].T[arrived[rows] - band.low]
+                target[rows, band.start : band.start + band.weights.shape[1]] = weights
+        return found.clamp_(min=0) if self.signed else found
+
 
 class GridRecursion(DiscreteRecursion):
     """The forward recursion over the points of a grid.
@@ -164,10 +195,8 @@ class GridRecursion(DiscreteRecursion):
 
     def __init__(self, model: CPOMDP, settings: GridFilter) -> None:
         _require_continuous(model)
-        model = in_double_precision(model)
-        require_sensible(model)
-        with drawing(model):
-            super().__init__(model)
+        super().__init__(model)
+        model = self.model
         self.settings = settings
         self.dim = _require_few_numbers(type(model).__name__, self.signature.state)
         self._transitions: dict[int, Transition] = {}
@@ -221,6 +250,31 @@ class GridRecursion(DiscreteRecursion):
             rows = (action == a).nonzero()[:, 0]
             predicted.index_copy_(1, rows, self.transition(a)(p[:, rows]))
         return predicted
+
+    def expect(self, values: Tensor, action: Tensor) -> Tensor:
+        """Means of functions `[C, B, G]` of the next state, at every point."""
+        expected = torch.empty_like(values)
+        for a in action.unique().tolist():
+            rows = (action == a).nonzero()[:, 0]
+            expected.index_copy_(1, rows, self.transition(a).expect(values[:, rows]))
+        return expected.clamp_(min=0)  # where motion without noise ends between points, weights have signs
+
+    def origins(self, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+        """`p(x) T(x, x')` of all points x for each of the points x' in `later [C, B, M]`: `[C, B, M, G]`."""
+        found = p.new_empty(*later.shape, self.grid.size)
+        for a in action.unique().tolist():
+            rows = (action == a).nonzero()[:, 0]
+            found.index_copy_(1, rows, p[:, rows, None] * self.transition(a).origins(later[:, rows]))
+        return found
+
+    def stays(self, action: Tensor) -> Tensor:
+        """Which of the actions `[B]` leave every point where it is, bool `[B]`."""
+        return torch.tensor([self.transition(a).identity for a in action.tolist()])
+
+    def as_states(self, index: Tensor, place: Tensor) -> State:
+        """Places `[C, B, M, d]` from 0 to 1 in the cells `index [C, B, M]`, as states."""
+        states: State = self.as_state(self.grid.points[index] + (place - 0.5) * self.grid.widths[index])
+        return states
 
     @double_precision()
     def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:

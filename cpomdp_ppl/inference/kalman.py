@@ -14,26 +14,18 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
-from cpomdp_ppl.inference.backend import (
-    Backend,
-    Recursion,
-    checked,
-    inferring,
-    initial_step,
-    require_same_sites,
-    steps,
-)
-from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError
+from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_step, steps
+from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.enumeration import drawing
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.scoring import Seen, axes
-from cpomdp_ppl.inference.smoothing import Smoothing
-from cpomdp_ppl.state import map_state
+from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.state import State
 
 MEMORY = 2**28
 """Bytes that smoothing may keep of a batch of episodes."""
@@ -61,6 +53,12 @@ class GaussianBelief:
     def covariance(self) -> Tensor:
         """`[C, B, D, D]`."""
         return product(self.root, self.root.mT)
+
+    def draw(self, num_draws: int) -> Tensor:
+        """Independent draws, `[C, B, M, D]`."""
+        C, B, D = self.mean.shape
+        noise = torch.randn(C, B, num_draws, D, dtype=self.mean.dtype, device=self.mean.device)
+        return self.mean[:, :, None] + product(noise, self.root.mT)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,13 @@ class Transformed:
     def cross(self) -> Tensor:
         """Covariance of points and values, `[C, B, n, m]`."""
         return self.covariance(self.inputs, self.outputs[:, :, : self.inputs.shape[2]])
+
+    def unexplained(self, J: Tensor) -> Tensor:
+        """Covariance of what J times the values' deviations leave of the points', `[C, B, n, n]`."""
+        nothing = self.outputs.shape[2] - self.inputs.shape[2]
+        inputs = torch.nn.functional.pad(self.inputs, (0, 0, 0, nothing)).to(J.dtype)
+        left = inputs - product(self.outputs.to(J.dtype), J.mT)  # a sum of squares, whatever the rounding
+        return self.covariance(left, left)
 
 
 @dataclass(frozen=True)
@@ -281,6 +286,31 @@ class KalmanRecursion(Recursion):
         """Mean and variance of every number in the state."""
         return self.coordinates.state(belief.mean), self.coordinates.state(belief.root.square().sum(-1))
 
+    def draw(self, belief: GaussianBelief, num_draws: int) -> State:
+        """Draws of the Gaussian."""
+        drawn: State = self.coordinates.state(belief.draw(num_draws))
+        return drawn
+
+    def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+        """Rauch, Tung and Striebel's pass back through the filter; trajectories by backward simulation."""
+        last, backwards = forward(self, episodes, offset)
+        mean, P, drawn = last.mean, last.covariance, last.draw(num_trajectories)
+        moments, draws = [(mean, P)], [drawn]
+        for backward in reversed(backwards):
+            mean, P = backward.moments(mean, P)
+            drawn = backward.draw(drawn)
+            moments.append((mean, P))
+            draws.append(drawn)
+        as_state = self.coordinates.state
+        means, variances = moments_in_time(
+            [
+                (as_state(mean), as_state(P.diagonal(dim1=-2, dim2=-1).clamp(min=0)))
+                for mean, P in reversed(moments)
+            ]
+        )
+        trajectories = trajectories_in_time([as_state(x) for x in reversed(draws)])
+        return Smoothing("RTS", means, variances, trajectories)
+
 
 @dataclass(frozen=True)
 class KalmanFilter(Backend):
@@ -295,80 +325,79 @@ class KalmanFilter(Backend):
         assert isinstance(recursion, KalmanRecursion)
         return max(1, 2**23 // (model.num_contexts * recursion.normal_points.numel()))
 
-    def smooth(self, model: CPOMDP, episodes: Episodes) -> Smoothing:
-        """The states in hindsight: Rauch, Tung and Striebel's backward pass.
-
-        Each episode is smoothed from its own end; past it, moments stay what they are there.
-
-        Args:
-            model: The CPOMDP.
-            episodes: What was done and seen.
-
-        Raises:
-            UnsupportedModelError: If this backend cannot serve the model.
-            ObservationError: If the episodes are not of this model.
-            DensityError: If a program left the reals.
-        """
-        require_model(model)
-        with inferring(model, 0):
-            recursion = self.recursion(model)
-            require_same_sites(recursion, episodes)
-            D = recursion.coordinates.dim
-            numbers = (episodes.horizon + 1) * model.num_contexts * 6 * D * (D + 1)  # kept for the way back
-            size = max(1, MEMORY // (8 * numbers))
-            return Smoothing.concatenate(
-                [
-                    _smoothed(recursion, episodes[i : i + size], offset=i)
-                    for i in range(0, len(episodes), size)
-                ]
-            )
+    def episodes_smoothed_at_once(
+        self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
+    ) -> int:
+        """As many as keep what is needed for the way back, and the trajectories, within `MEMORY`."""
+        assert isinstance(recursion, KalmanRecursion)
+        D = recursion.coordinates.dim
+        numbers = (horizon + 1) * model.num_contexts * D * (6 * (D + 1) + 3 * num_trajectories)
+        return max(1, MEMORY // (8 * numbers))
 
 
-def _smoothed(recursion: KalmanRecursion, episodes: Episodes, offset: int) -> Smoothing:
-    mean, variance = (
-        map_state(lambda *leaf: torch.stack(leaf).movedim(2, 0), *series)  # [B, T+1, C, …]
-        for series in zip(*rts(recursion, episodes, offset), strict=True)
-    )
-    return Smoothing("RTS", mean, variance)
+@dataclass(frozen=True)
+class Backward:
+    """Where a state came from: `s_t = μ + J (s_{t+1} - ν) + ε` with `ε ~ N(0, Λ)`, all in float64.
+
+    Attributes:
+        mean: μ, the filtered mean of `s_t`, `[C, B, D]`.
+        ahead: ν, the mean of `s_{t+1}` that it predicts, `[C, B, D]`.
+        gain: J, `[C, B, D, D]`.
+        unexplained: Λ, `[C, B, D, D]`.
+    """
+
+    mean: Tensor
+    ahead: Tensor
+    gain: Tensor
+    unexplained: Tensor
+
+    @staticmethod
+    def through(moved: Transformed, before: GaussianBelief, after: GaussianBelief) -> Backward:
+        """Back through a move from one belief to another."""
+        eps = torch.finfo(after.root.dtype).eps
+        J = moved.cross.double() @ pseudo_inverse(after.covariance.double(), eps)
+        return Backward(before.mean.double(), after.mean.double(), J, moved.unexplained(J))
+
+    def stood_still(self) -> Backward:
+        """The same for a state that did not move at all."""
+        nowhere, nothing = torch.zeros_like(self.mean), torch.zeros_like(self.gain)
+        unit = torch.eye(nothing.shape[-1], dtype=nothing.dtype, device=nothing.device)
+        return Backward(nowhere, nowhere, nothing + unit, nothing)
+
+    def moments(self, mean: Tensor, P: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean `[C, B, D]` and covariance `[C, B, D, D]` of `s_t` out of those of `s_{t+1}`."""
+        J = self.gain
+        return self.mean + (J @ (mean - self.ahead)[..., None])[..., 0], J @ P @ J.mT + self.unexplained
+
+    def draw(self, later: Tensor) -> Tensor:
+        """A state `s_t` for each of the states `s_{t+1}`, `[C, B, M, D]`."""
+        noisy = GaussianBelief(self.mean, square_root(self.unexplained)).draw(later.shape[2])
+        return noisy + product(later - self.ahead[:, :, None], self.gain.mT)
 
 
-def rts(recursion: KalmanRecursion, episodes: Episodes, offset: int = 0) -> list[tuple[Any, Any]]:
-    """Smoothed moments of the states at times 0 … T, leaves `[C, B, …]`."""
+def forward(
+    recursion: KalmanRecursion, episodes: Episodes, offset: int
+) -> tuple[GaussianBelief, list[Backward]]:
+    """Filter, and note the way back. Returns the last belief, in float64, and how each step came about."""
     belief = recursion.start(len(episodes))
     total = belief.mean.new_zeros(belief.mean.shape[:2], dtype=torch.float64)
     if recursion.model.initial_observation:
         seen = initial_step(episodes, offset)
         belief, increment = recursion.look(belief, seen)
         total = checked(recursion.model, total, increment, seen)
-    passed = []
+    backwards = []
     for seen in steps(episodes, offset):
         assert seen.action is not None
         predicted, moved = recursion.predict(belief, seen.action)
-        passed.append((belief, predicted, moved.cross, seen.alive))
+        backward = Backward.through(moved, belief, predicted)
         updated, increment = recursion.look(predicted, seen)
-        belief = updated if seen.alive is None else where_alive(seen.alive, updated, belief)
+        if seen.alive is not None:  # an episode that is over stands still
+            backward = where_alive(seen.alive, backward, backward.stood_still())
+            updated = where_alive(seen.alive, updated, belief)
+        belief = updated
+        backwards.append(backward)
         total = checked(recursion.model, total, increment, seen)
-
-    eps = torch.finfo(recursion.coordinates.dtype).eps
-    mean, P = belief.mean.double(), belief.covariance.double()
-    smoothed = [(mean, P)]
-    for filtered, predicted, cross, alive in reversed(passed):  # cross is cov(s_t, s_{t+1})
-        P_filtered, P_predicted = filtered.covariance.double(), predicted.covariance.double()
-        J = cross.double() @ pseudo_inverse(P_predicted, eps)  # [C, B, D, D]
-        back = (J @ (mean - predicted.mean.double())[..., None])[..., 0]
-        earlier = (filtered.mean.double() + back, P_filtered + J @ (P - P_predicted) @ J.mT)
-        if alive is not None:
-            earlier = (
-                torch.where(alive[:, None], earlier[0], mean),
-                torch.where(alive[:, None, None], earlier[1], P),
-            )
-        mean, P = earlier
-        smoothed.append(earlier)
-    as_state = recursion.coordinates.state
-    return [
-        (as_state(mean), as_state(P.diagonal(dim1=-2, dim2=-1).clamp(min=0)))
-        for mean, P in reversed(smoothed)
-    ]
+    return map_belief(torch.Tensor.double, belief), backwards
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:

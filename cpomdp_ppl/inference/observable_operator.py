@@ -5,22 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
-from cpomdp_ppl.inference.backend import (
-    Backend,
-    Recursion,
-    checked,
-    inferring,
-    initial_step,
-    require_same_sites,
-    steps,
-)
-from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError
+from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.discrete_smoother import smooth
 from cpomdp_ppl.inference.enumeration import (
     Enumerated,
     Sensible,
@@ -29,12 +22,14 @@ from cpomdp_ppl.inference.enumeration import (
     in_double_precision,
     require_sensible,
 )
+from cpomdp_ppl.inference.resampling import choose
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
-from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Leaf
     from cpomdp_ppl.state import State
@@ -85,43 +80,49 @@ class ObservableOperator(Backend):
         assert model.states is not None
         return max(1, MEMORY // (8 * model.num_contexts * model.states))
 
-    def smooth(self, model: CPOMDP, episodes: Episodes) -> Smoothing:
-        """`P(s_t | o_{1:T}, c)` by the forward–backward recursion.
-
-        For a context that cannot have produced an episode, an impossible observation is left out.
-
-        Raises:
-            UnsupportedModelError: If the model is not finite.
-            DegenerateWeightsError: If no context can have produced an episode.
-        """
-        require_model(model)
-        with inferring(model, 0):
-            recursion = self.recursion(model)
-            require_same_sites(recursion, episodes)
-            numbers = 3 * (episodes.horizon + 1) * recursion.initial.numel()  # on both ways, and stacked
-            size = max(1, MEMORY // (8 * numbers))
-            return Smoothing.concatenate(
-                [
-                    _smoothed(recursion, episodes[i : i + size], offset=i)
-                    for i in range(0, len(episodes), size)
-                ]
-            )
+    def episodes_smoothed_at_once(
+        self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
+    ) -> int:
+        """As many as keep beliefs and trajectories of all times within `MEMORY`."""
+        assert isinstance(recursion, DiscreteRecursion)
+        return smoothed_at_once(recursion, horizon, num_trajectories)
 
 
 class DiscreteRecursion(Recursion):
-    """The forward recursion over N states, or N points that stand for a continuum of them.
+    """The forward recursion over N states, or N points that stand for cells of a continuum.
 
     Attributes:
+        dim: Of the cells: 0 for states that are nothing but themselves.
         initial: `P(s_0 = s | c)`, `[C, N]`.
         rewards: `r_c(s, a)`, `[C, A, N]`.
     """
 
+    dim: int
     initial: Tensor
     rewards: Tensor
+
+    def __init__(self, model: CPOMDP) -> None:
+        self._given = model
+        model = in_double_precision(model)
+        require_sensible(model)
+        with drawing(model):
+            super().__init__(model)
 
     @abstractmethod
     def predict(self, p: Tensor, action: Tensor) -> Tensor:
         """`Σ_s p(s) T(s, s')`, `[C, B, N]`."""
+
+    @abstractmethod
+    def expect(self, values: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s' T(s, s') f(s')` of values f, `[C, B, N]`."""
+
+    @abstractmethod
+    def origins(self, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+        """`p(s) T(s, s')` of all s for each of the states s' in `later [C, B, M]`: `[C, B, M, N]`."""
+
+    @abstractmethod
+    def as_states(self, index: Tensor, place: Tensor) -> State:
+        """The states numbered `index [C, B, M]`, at places `[C, B, M, dim]` from 0 to 1 in their cells."""
 
     @abstractmethod
     def log_likelihood(self, seen: Seen) -> Tensor:
@@ -178,6 +179,41 @@ class DiscreteRecursion(Recursion):
         of_all = belief.probabilities @ self.rewards.mT  # [C, B, A]: quicker than to gather tables
         return of_all.gather(-1, action[None, :, None].expand(len(of_all), -1, 1)).squeeze(-1)
 
+    def draw(self, belief: DiscreteBelief, num_draws: int) -> State:
+        """A state by its probability, then anywhere in its cell."""
+        index = choose(belief.probabilities, num_draws)
+        return self.at(index, self.places(index))
+
+    def places(self, index: Tensor) -> Tensor:
+        """Draw places in cells `[C, B, M]`, uniformly: `[C, B, M, dim]`."""
+        return torch.rand(*index.shape, self.dim, dtype=torch.float64, device=index.device)
+
+    def at(self, index: Tensor, place: Tensor) -> State:
+        """As `as_states`, in the model's own types."""
+        states = self.as_states(index, place)
+        cast: State = map_state(lambda leaf, own: leaf.to(own.dtype), states, self._own_types)
+        return cast
+
+    @cached_property
+    def _own_types(self) -> Any:
+        """A `Leaf` for every tensor of the state, in the model's precision instead of ours."""
+        return signature(self._given).state
+
+    def stays(self, action: Tensor) -> Tensor:
+        """Which of the actions `[B]` are known to leave every state where it is, bool `[B]`."""
+        return torch.zeros_like(action, dtype=torch.bool)
+
+    def back(self, p: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """The smoothed belief at t from the filtered one there and the smoothed one at t + 1, `[C, B, N]`."""
+        predicted = self.predict(p, action)
+        ratio = torch.where(predicted > 0, after / predicted, 0.0)
+        smoothed = p * self.expect(ratio, action)
+        return smoothed / smoothed.sum(-1, keepdim=True)
+
+    def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+        """By the forward–backward recursion, and backward sampling."""
+        return smooth(self, episodes, num_trajectories, offset)
+
 
 class FiniteRecursion(DiscreteRecursion):
     """The forward recursion over a finite model's states.
@@ -187,16 +223,16 @@ class FiniteRecursion(DiscreteRecursion):
         transition: `P(s' | s, a, c)`, `[C, A, N, N]`.
     """
 
+    dim = 0
+
     def __init__(self, model: CPOMDP) -> None:
         N = model.states
         if N is None:
             raise UnsupportedModelError(
                 f"exact: {type(model).__name__} does not say that it has finitely many states (`states = N`)"
             )
-        model = in_double_precision(model)
-        require_sensible(model)
-        with drawing(model):
-            super().__init__(model)
+        super().__init__(model)
+        model = self.model
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves(self.signature.state)}
         if list(sizes.values()) != [1]:
             raise UnsupportedModelError(
@@ -222,16 +258,23 @@ class FiniteRecursion(DiscreteRecursion):
             predicted.index_copy_(1, rows, p[:, rows] @ self.transition[:, a])
         return predicted
 
-    def back(self, p: Tensor, action: Tensor, after: Tensor) -> Tensor:
-        """The smoothed belief at t from the filtered one there and the smoothed one at t + 1, `[C, B, N]`."""
-        predicted = self.predict(p, action)
-        ratio = torch.where(predicted > 0, after / predicted, 0.0)
-        message = torch.empty_like(p)
+    def expect(self, values: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s' T(s, s') f(s')` of values f, `[C, B, N]`."""
+        expected = torch.empty_like(values)
         for a in action.unique().tolist():
             rows = (action == a).nonzero()[:, 0]
-            message.index_copy_(1, rows, ratio[:, rows] @ self.transition[:, a].mT)
-        smoothed = p * message
-        return smoothed / smoothed.sum(-1, keepdim=True)
+            expected.index_copy_(1, rows, values[:, rows] @ self.transition[:, a].mT)
+        return expected
+
+    def origins(self, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+        """`p(s) T(s, s')` of all s for each of the states s' in `later [C, B, M]`: `[C, B, M, N]`."""
+        context = torch.arange(len(p), device=p.device)[:, None, None]
+        return p[:, :, None] * self.transition.mT[context, action[:, None], later]
+
+    def as_states(self, index: Tensor, place: Tensor) -> State:
+        """The states with numbers `index [C, B, M]`."""
+        states: State = self._as_state(index)
+        return states
 
     def moments(self, belief: DiscreteBelief) -> tuple[State, State]:
         """Mean and variance of the state's index."""
@@ -298,33 +341,8 @@ def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
     return posterior, (highest + normaliser.log()).squeeze(-1)
 
 
-def _smoothed(recursion: FiniteRecursion, episodes: Episodes, offset: int) -> Smoothing:
-    filtered = _filtered(recursion, episodes, offset)
-    smoothed = filtered[-1:]
-    for t in reversed(range(episodes.horizon)):
-        after, before = smoothed[-1], filtered[t]
-        going = t < episodes.lengths
-        back = recursion.back(before, episodes.actions[:, t], after)
-        smoothed.append(torch.where(going[:, None], back, after))
-    probabilities = torch.stack(smoothed[::-1]).permute(2, 0, 1, 3)  # [B, T+1, C, N]
-    mean, variance = recursion.index_moments(probabilities)
-    return Smoothing("forward-backward", mean, variance, probabilities=probabilities)
-
-
-def _filtered(recursion: FiniteRecursion, episodes: Episodes, offset: int) -> list[Tensor]:
-    """Filtered probabilities at all times, T + 1 times `[C, B, N]`."""
-    model = recursion.model
-    belief = recursion.start(len(episodes))
-    total = belief.probabilities.new_zeros(model.num_contexts, len(episodes))
-    if model.initial_observation:
-        seen = initial_step(episodes, offset)
-        belief, increment = recursion.look(belief, seen)
-        total = checked(model, total, increment, seen)
-    filtered = [belief.probabilities]
-    for seen in steps(episodes, offset):
-        before, (belief, increment) = belief, recursion.step(belief, seen)
-        if seen.alive is not None:
-            belief = where_alive(seen.alive, belief, before)
-        total = checked(model, total, increment, seen)
-        filtered.append(belief.probabilities)
-    return filtered
+def smoothed_at_once(recursion: DiscreteRecursion, horizon: int, num_trajectories: int) -> int:
+    """How many episodes keep within `MEMORY` what smoothing needs of all times."""
+    C, N = recursion.initial.shape
+    numbers = 3 * (horizon + 1) * C * (N + num_trajectories * (recursion.dim + 1))  # both ways, and stacked
+    return max(1, MEMORY // (8 * numbers))

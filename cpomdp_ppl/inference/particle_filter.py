@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require, require_count, require_model
-from cpomdp_ppl.inference.backend import Backend, Recursion, inferring, require_same_sites
-from cpomdp_ppl.inference.particle_smoother import smooth
+from cpomdp_ppl.errors import rejected, require, require_count
+from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.particle_smoother import pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
-from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
+from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
 from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
-from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.state import State
 
 CELLS_AT_ONCE = 2**18
 """Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
@@ -89,34 +90,6 @@ class ParticleFilter(Backend):
         if self.guide == "ekf":
             size *= seen**2  # every particle holds Jacobian and covariance of what it expects to see
         return max(1, CELLS_AT_ONCE // (model.num_contexts * self.num_particles * max(size, 1)))
-
-    def smooth(
-        self, model: CPOMDP, episodes: Episodes, num_trajectories: int = 100, *, seed: int | None = None
-    ) -> Smoothing:
-        """Draw whole trajectories given all that was observed.
-
-        By backward sampling where the program tells the transition density, that is, where the next state
-        consists of the sample sites of `transition`; else from the genealogy of the particles, which has few
-        distinct ancestors far back. `Smoothing.method` says which.
-
-        Args:
-            model: The CPOMDP.
-            episodes: What was done and seen.
-            num_trajectories: How many trajectories M to draw for every episode and context.
-            seed: Of the random numbers.
-        """
-        require_model(model)
-        require_count("num_trajectories", num_trajectories)
-        with inferring(model, seed):
-            smc = self.recursion(model)
-            require_same_sites(smc, episodes)
-            at_once = max(1, self.episodes_at_once(model, smc) // (num_trajectories + 1))
-            return Smoothing.concatenate(
-                [
-                    smooth(smc, episodes[i : i + at_once], num_trajectories, offset=i)
-                    for i in range(0, len(episodes), at_once)
-                ]
-            )
 
 
 @dataclass(frozen=True)
@@ -319,6 +292,20 @@ class SMC(Recursion):
 
         means = map_state(mean, cloud.state)
         return means, map_state(variance, cloud.state, means)
+
+    def draw(self, cloud: Cloud, num_draws: int) -> State:
+        """Particles by their weights."""
+        drawn: State = pick(cloud.state, choose(cloud.weights, num_draws))
+        return drawn
+
+    def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+        """Draw whole trajectories, backwards through the particles, and take their moments.
+
+        By backward sampling where the program tells the transition density, that is, where the next state
+        consists of the sample sites of `transition`; else from the genealogy of the particles, which has few
+        distinct ancestors far back. `Smoothing.method` says which.
+        """
+        return smooth(self, episodes, num_trajectories, offset)
 
     def standard_error(self, cloud: Cloud) -> Tensor:
         """Estimated standard error of the log-likelihood, `[C, B]`.

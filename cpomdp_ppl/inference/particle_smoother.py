@@ -9,13 +9,13 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.drawing import Drawn
+from cpomdp_ppl.inference.resampling import choose
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
-from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.inference.smoothing import Smoothing, trajectories_in_time
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
     """Draw trajectories from the smoothing distribution of every episode under every context."""
     record = forward(smc, episodes, offset)
     method = "backward sampling" if states_are_sites(smc, record) else "genealogy"
-    index = _choose(record.clouds[-1].weights, num_trajectories)  # [C, B, M]
-    chosen = [_pick(record.clouds[-1].state, index)]
+    index = choose(record.clouds[-1].weights, num_trajectories)  # [C, B, M]
+    chosen = [pick(record.clouds[-1].state, index)]
     for t in reversed(range(len(record.moves))):
         cloud, seen = record.clouds[t], record.moves[t]
         if method == "genealogy":
@@ -85,13 +85,8 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
             earlier = torch.cat(parts, 2)
             # An episode that was over stood still.
             index = earlier if seen.alive is None else torch.where(seen.alive[None, :, None], earlier, index)
-        chosen.append(_pick(cloud.state, index))
-    chosen.reverse()
-    for name, leaf in (pair for state in chosen for pair in leaves(state)):
-        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-            raise DensityError(f"transition: '{name}' is not finite in a smoothed trajectory")
-    # T + 1 times [C, B, M, …] → [M, B, T + 1, C, …]
-    trajectories = map_state(lambda *x: torch.stack(x, 2).movedim(3, 0).movedim(1, 3), *chosen)
+        chosen.append(pick(cloud.state, index))
+    trajectories = trajectories_in_time(chosen[::-1])
     return Smoothing(
         method,
         map_state(lambda x: x.to(torch.get_default_dtype()).mean(0), trajectories),
@@ -141,7 +136,7 @@ def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Seen) -> Tensor:
         log_prob = log_density(unmasked(site["fn"]), values[name])
         density = density + (log_prob.flatten(3).sum(-1) if log_prob.dim() > 3 else log_prob)
     log_weights = cloud.weights.log()[:, :, None] + density.expand(C, B, M * N).reshape(C, B, M, N)
-    return _choose_one(log_weights.softmax(-1))
+    return choose(log_weights.softmax(-1), 1).squeeze(-1)
 
 
 def _some(state: Any, trajectories: Tensor) -> Any:
@@ -149,26 +144,11 @@ def _some(state: Any, trajectories: Tensor) -> Any:
     return map_state(lambda leaf: leaf[:, :, trajectories], state)
 
 
-def _choose(weights: Tensor, num: int) -> Tensor:
-    """Draw `num` indices from every row of weights `[C, B, N]`: `[C, B, num]`."""
-    C, B, N = weights.shape
-    return torch.multinomial(weights.reshape(C * B, N), num, replacement=True).reshape(C, B, num)
-
-
-def _choose_one(weights: Tensor) -> Tensor:
-    """Draw one index from every row of weights `[C, B, M, N]`: `[C, B, M]`."""
-    u = torch.rand(*weights.shape[:-1], 1, device=weights.device, dtype=torch.float64)
-    cumulative = weights.double().cumsum(-1)
-    return (
-        torch.searchsorted(cumulative, u * cumulative[..., -1:]).clamp(max=weights.shape[-1] - 1).squeeze(-1)
-    )
-
-
-def _pick(state: Any, index: Tensor) -> Any:
+def pick(state: Any, index: Tensor) -> Any:
     """The particles with these indices: leaves `[C, B, N, …]`, indices `[C, B, M]`."""
 
-    def pick(leaf: Tensor) -> Tensor:
+    def at_index(leaf: Tensor) -> Tensor:
         where = index.reshape(*index.shape, *[1] * (leaf.dim() - 3))
         return leaf.gather(2, where.expand(*index.shape, *leaf.shape[3:]))
 
-    return map_state(pick, state)
+    return map_state(at_index, state)

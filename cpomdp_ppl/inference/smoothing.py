@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpomdp_ppl.state import map_state
+from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.state import leaves, map_state, stack_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,14 +26,15 @@ class Smoothing:
         method: How it was done: `"backward sampling"`, `"genealogy"`, `"forward-backward"` or `"RTS"`.
         state_mean: Smoothed means, leaves `[B, T + 1, C, …]`.
         state_variance: Smoothed variances, likewise.
-        trajectories: Draws of whole trajectories, leaves `[M, B, T + 1, C, …]`; SMC only.
+        trajectories: Draws of whole trajectories, leaves `[M, B, T + 1, C, …]` of the model's own types. Past
+            the end of an episode they stand still.
         probabilities: `P(s_t | o_{1:T}, c)` for finite models, `[B, T + 1, C, states]`; exact only.
     """
 
     method: str
     state_mean: State
     state_variance: State
-    trajectories: State | None = None
+    trajectories: State
     probabilities: Tensor | None = None
 
     @staticmethod
@@ -51,3 +53,25 @@ class Smoothing:
             joined("trajectories", 1),
             joined("probabilities", 0),
         )
+
+
+def moments_in_time(moments: Sequence[tuple[State, State]]) -> tuple[State, State]:
+    """Means and variances at T + 1 times, leaves `[C, B, …]`, as leaves `[B, T + 1, C, …]`."""
+    means, variances = (
+        map_state(lambda leaf: leaf.movedim(2, 0), stack_in_time(list(series), 0))
+        for series in zip(*moments, strict=True)
+    )
+    return means, variances
+
+
+def trajectories_in_time(states: Sequence[State]) -> State:
+    """Draws at T + 1 times, leaves `[C, B, M, …]`, as trajectories `[M, B, T + 1, C, …]`.
+
+    Raises:
+        DensityError: If a state left the reals.
+    """
+    for name, leaf in (pair for state in states for pair in leaves(state)):
+        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+            raise DensityError(f"transition: '{name}' is not finite in a smoothed trajectory")
+    stacked: State = map_state(lambda *x: torch.stack(x, 2).movedim(3, 0).movedim(1, 3), *states)
+    return stacked

@@ -1,0 +1,88 @@
+"""Smoothing over finitely many states: filter forwards; on the way back reweight, and draw trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpomdp_ppl.inference.backend import checked, initial_step, steps
+from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion
+
+CELLS = 2**22
+"""Pairs of a trajectory and a state that it may come from handled together."""
+
+
+def filtered(recursion: DiscreteRecursion, episodes: Episodes, offset: int) -> list[DiscreteBelief]:
+    """Filtered beliefs at times 0 … T."""
+    model = recursion.model
+    belief = recursion.start(len(episodes))
+    total = belief.probabilities.new_zeros(model.num_contexts, len(episodes))
+    if model.initial_observation:
+        seen = initial_step(episodes, offset)
+        belief, increment = recursion.look(belief, seen)
+        total = checked(model, total, increment, seen)
+    beliefs = [belief]
+    for seen in steps(episodes, offset):
+        before, (belief, increment) = belief, recursion.step(belief, seen)
+        if seen.alive is not None:
+            belief = where_alive(seen.alive, belief, before)
+        total = checked(model, total, increment, seen)
+        beliefs.append(belief)
+    return beliefs
+
+
+def smooth(recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+    """Moments by the forward–backward recursion, trajectories by backward sampling.
+
+    A point that stands for a cell is drawn first, then a place in the cell; what does not move keeps both.
+    """
+    beliefs = filtered(recursion, episodes, offset)
+    belief = beliefs[-1]
+    index = choose(belief.probabilities, num_trajectories)  # [C, B, M]
+    place = recursion.places(index)  # [C, B, M, d]
+    smoothed, draws = [belief], [recursion.at(index, place)]
+    moments = [recursion.moments(belief)]
+    for t in reversed(range(episodes.horizon)):
+        action, before = episodes.actions[:, t], beliefs[t].probabilities
+        going = t < episodes.lengths  # [B]
+        back = recursion.back(before, action, belief.probabilities)
+        belief = replace(belief, probabilities=torch.where(going[:, None], back, belief.probabilities))
+        moves = (going & ~recursion.stays(action))[:, None]  # [B, 1]
+        index = torch.where(moves, _origins(recursion, before, action, index), index)
+        place = torch.where(moves[..., None], recursion.places(index), place)
+        moments.append(recursion.moments(belief))
+        draws.append(recursion.at(index, place))
+        if recursion.dim == 0:
+            smoothed.append(belief)
+    probabilities = None
+    if recursion.dim == 0:  # of a grid's points, they would fill the memory
+        probabilities = torch.stack([one.probabilities for one in reversed(smoothed)]).permute(2, 0, 1, 3)
+    return Smoothing(
+        "forward-backward",
+        *moments_in_time(moments[::-1]),
+        trajectories_in_time(draws[::-1]),
+        probabilities,  # [B, T + 1, C, N]
+    )
+
+
+def _origins(recursion: DiscreteRecursion, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+    """Draw states at time t, `[C, B, M]`, for trajectories that are at `later [C, B, M]` at t + 1.
+
+    Args:
+        recursion: Of N states.
+        p: Filtered probabilities at time t, `[C, B, N]`.
+        action: Taken there, `[B]`.
+        later: Numbers of states.
+    """
+    pieces = later.split(max(1, CELLS // p.numel()), 2)
+    return torch.cat([choose(recursion.origins(p, action, piece), 1).squeeze(-1) for piece in pieces], 2)

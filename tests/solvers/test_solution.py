@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.models import LineGrid
+from solvers import cids
+
+with warnings.catch_warnings():  # once a day, it tells of its next version
+    warnings.simplefilter("ignore")
+    import arviz as az
+
+
+@pytest.fixture(scope="module")
+def solution():
+    model = LineGrid(horizon=4)
+    return cids.fit(
+        model, likelihood="exact", iterations=2, batch_size=200, prior=[0.3, 0.7], seed=0, progress=False
+    )
+
+
+def test_what_it_exports_are_episodes_of_its_policy(solution, tmp_path):
+    data = solution.to_inference_data(30, likelihood="exact", chains=2, draws=50, seed=1)
+    assert data.posterior.sizes["episode"] == 30
+    assert data.attrs["seed"] == 1
+    xr.testing.assert_identical(data["fit_history"], solution.history)
+    again = solution.to_inference_data(30, likelihood="exact", chains=2, draws=50, seed=1)
+    xr.testing.assert_identical(data.posterior, again.posterior)
+    data.to_netcdf(str(tmp_path / "data.nc"))
+    xr.testing.assert_equal(az.from_netcdf(str(tmp_path / "data.nc"))["fit_history"].load(), solution.history)
+
+    # With the prior of the fit: what was seen, sensed with an accuracy of 0.85, says the rest.
+    side = data.observed_data["side"].values
+    ahead = np.nansum(2 * side - 1, 1)  # how much oftener it said right
+    odds = 0.3 / 0.7 * (0.85 / 0.15) ** ahead
+    found = data.sample_stats["context_probability"][0, :, -1, 0]
+    assert np.allclose(found, odds / (1 + odds), atol=1e-6)
+
+
+def test_another_prior_may_be_given(solution):
+    data = solution.to_inference_data(5, likelihood=ObservableOperator(), draws=5, prior=[0.0, 1.0], seed=0)
+    assert (data.constant_data["true_context"] == 1).all()
+    assert (data.posterior["context_index"] == 1).all()
+
+
+def test_bad_arguments_are_named(solution):
+    with pytest.raises(ValueError, match="num_episodes: expected a positive integer, got 0"):
+        solution.to_inference_data(0)
+    with pytest.raises(ValueError, match="seed: expected None or an integer"):
+        solution.to_inference_data(seed="x")
+    with pytest.raises(TypeError, match="colour"):
+        solution.to_inference_data(2, colour="red")
+    assert torch.is_grad_enabled()
