@@ -25,7 +25,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, one_hot
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from baselines.learned import Learned
 from cpomdp_ppl.context import stratified

@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from baselines.learned import Learned
 from cpomdp_ppl.errors import require_count, require_model

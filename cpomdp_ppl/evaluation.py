@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 import torch
 from torch.nn.functional import one_hot
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy, stratified
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number

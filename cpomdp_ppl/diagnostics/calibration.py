@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
 from cpomdp_ppl.context import as_prior

@@ -74,7 +74,7 @@ def _plot_reliability(axis: Axes, contexts: ContextCalibration, fails: bool) -> 
         xlabel="predicted P(context)", ylabel="how often it was true", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03)
     )
     axis.set_aspect("equal")
-    axis.legend(frameon=False, fontsize=7, loc="upper left")
+    axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     _title(axis, "contexts", contexts.num_episodes, contexts.p_value)
 
 
@@ -102,7 +102,7 @@ def _plot_ranks(axis: Axes, name: str, ranks: Ranks, fails: bool) -> None:
     )
     axis.set(xlabel="normalised rank of the truth", ylabel="episodes", xlim=(0, 1), xticks=[0, 0.5, 1])
     axis.set_ylim(0, 1.25 * max(high, float(ranks.counts.max())))
-    axis.legend(frameon=False, fontsize=7, loc="upper left")
+    axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     _title(axis, name, n, ranks.p_value)
 
 
