@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from baselines.simple import ApproachObserveCommit
-from cpomdp_ppl import simulate
+from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.diagnostics import (
     calibrate,
     plot_agreement,
@@ -61,7 +61,7 @@ def main() -> None:
     print(compared[["elpd_loo", "exact_loo", "p_loo", "elpd_diff", "dse", "warning"]].round(2))
 
     for name in ("smc", "ekf"):
-        calibration = calibrate(model, rule, backends[name], 10_000)
+        calibration = calibrate(model, RandomPolicy(model.num_actions), backends[name], 2000)
         print(f"\nWhether the truth looks like a draw from the posteriors of '{name}':\n\n{calibration}")
         calibration.plot().savefig(RUNS / f"calibration_{name}.png", dpi=120)
 
