@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +110,11 @@ class Solution:
             settings: Those of `cpomdp_ppl.diagnostics.to_inference_data`; the prior is that of the fit unless
                 another is given, and the seed is that of the episodes as well.
         """
-        settings = {"prior": self.prior, **settings}
-        seed = settings.get("seed")
-        require_seed(seed)
-        world = seed_for(seed, WORLD)  # or the filter's noise would be that of the episodes
+        settings = {"prior": self.prior, "seed": None, **settings}
+        require_seed(settings["seed"])
+        if settings["seed"] is None:  # one for episodes and filter, which the data then note
+            settings["seed"] = secrets.randbits(32)
+        world = seed_for(settings["seed"], WORLD)  # or the filter's noise would be that of the episodes
         episodes = simulate(self.model, self.policy, num_episodes, prior=settings["prior"], seed=world)
         groups = inference_groups(self.model, episodes, **settings)
         return wrapped({**groups, "fit_history": self.history})

@@ -47,7 +47,7 @@ NUMBERS_AT_ONCE = 2**22
 """How many random numbers, or components of drawn states, are held in memory together."""
 
 ROUNDING = 64.0
-"""Draws that differ from the truth by less than so many units of rounding are tied with it."""
+"""Where all draws are the same, those this many units of rounding from the truth are tied with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +70,23 @@ class Ranks:
     @cached_property
     def counts(self) -> Tensor:
         """The rank histogram, int64 `[bins]`."""
-        return torch.bincount((self.values * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
+        return histogram(self.values, self.bins)
 
     @cached_property
     def p_value(self) -> float:
-        """Of Pearson's χ² test of the histogram against the uniform one; NaN without any episode."""
-        expected = self.num_episodes / self.bins
-        if not expected:
+        """Of Pearson's χ² test against the uniform distribution; NaN without any episode.
+
+        In fewer bins than the histogram's where those would have less than five episodes each, as the
+        approximation by χ² is poor there.
+        """
+        n = self.num_episodes
+        if not n:
             return math.nan
-        chi2 = (self.counts - expected).double().square().sum() / expected
+        bins = max(2, min(self.bins, n // 5))
+        counts = self.counts if bins == self.bins else histogram(self.values, bins)
+        chi2 = (counts - n / bins).double().square().sum() / (n / bins)
         # The upper tail of χ² with k degrees of freedom is Q(k/2, χ²/2); SciPy is not needed for that.
-        return float(torch.special.gammaincc(torch.tensor((self.bins - 1) / 2).double(), chi2 / 2))
+        return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2).double(), chi2 / 2))
 
     @property
     def hint(self) -> str:
@@ -102,6 +108,11 @@ class Ranks:
         return (
             f"too {'low' if shift > 0 else 'high'}: the truth ranks {'above' if shift > 0 else 'below'} draws"
         )
+
+
+def histogram(values: Tensor, bins: int) -> Tensor:
+    """How many of the values in [0, 1) are in each of so many bins of equal width, int64 `[bins]`."""
+    return torch.bincount((values * bins).long().clamp(max=bins - 1), minlength=bins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,14 +417,16 @@ def calibrate_contexts(
     """
     p = as_tensor("posterior", posterior).double()
     proper = p.dim() == 2 and 0 not in p.shape and are_probabilities(p)
-    require(proper, "posterior", list(p.shape), "[B, C], non-negative, rows that sum to 1")
+    require(proper, "posterior", posterior, "[B, C], non-negative, rows that sum to 1")
     B, C = p.shape
     c = as_tensor("contexts", contexts).to(p.device)
     inside = c.shape == (B,) and not c.is_floating_point() and bool(((c >= 0) & (c < C)).all())
-    require(inside, "contexts", c.tolist(), f"{B} indices from 0 to {C - 1}")
+    require(inside, "contexts", sorted(set(c.flatten().tolist())), f"{B} indices from 0 to {C - 1}")
+    require(names is None or isinstance(names, list | tuple), "names", names, f"{C} names")
     known = tuple(map(str, range(C))) if names is None else tuple(names)
     require(len(known) == C, "names", known, f"{C} names")
     bins, c = require_count("bins", bins), c.long()
+    require(bins > 1, "bins", bins, "at least 2")
 
     with isolated(seed):
         sums = _scores_of_true_and_drawn(p, c)
@@ -488,11 +501,13 @@ def normalised_ranks(truth: Tensor, draws: Tensor, possible: Tensor | None = Non
 
     Args:
         truth: What was so.
-        draws: What was believed. Those that equal the truth, up to rounding, are tied with it.
+        draws: What was believed. Those that equal the truth are tied with it; where all draws are the same
+            up to rounding, up to rounding.
         possible: Which of the draws count, bool `[B, M, K]`; all of them, if left out.
 
     Returns:
-        `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw.
+        `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw. NaN where
+        no draw counts.
 
     Example:
         >>> with isolated(0):
@@ -503,13 +518,16 @@ def normalised_ranks(truth: Tensor, draws: Tensor, possible: Tensor | None = Non
     exact = not (truth.is_floating_point() or draws.is_floating_point())
     unit = 0.0 if exact else max(torch.finfo(x.dtype).eps for x in (truth, draws) if x.is_floating_point())
     y, x = truth.double()[:, None], draws.double()
-    tied = torch.isclose(x, y, rtol=ROUNDING * unit, atol=0.0)
+    # Only where all is known for sure may rounding tell draws from the truth; elsewhere it would hide errors.
+    known = x.amax(1, keepdim=True) - x.amin(1, keepdim=True) <= 4 * unit * y.abs()  # [B, 1, K]
+    tied = torch.where(known, torch.isclose(x, y, rtol=ROUNDING * unit, atol=0.0), x == y)
     below = (x < y) & ~tied
     if possible is not None:
         tied, below = tied & possible, below & possible
     M = draws.shape[1] if possible is None else possible.sum(1)
     u = torch.rand(truth.shape, dtype=torch.float64, device=truth.device)
-    return (below.sum(1) + u * (tied.sum(1) + 1)) / (M + 1)
+    ranks = (below.sum(1) + u * (tied.sum(1) + 1)) / (M + 1)
+    return ranks if possible is None else torch.where(possible.any(1), ranks, torch.nan)
 
 
 Component = tuple[str, str]

@@ -65,12 +65,16 @@ def to_inference_data(
 ) -> InferenceData | xr.DataTree:
     """Contexts and states given what was seen, with all that ArviZ wants to know about them.
 
-    **Chains are independent runs of the filter**, each with random numbers of its own, so R-hat and effective
-    sample sizes speak about the filter: with too few particles, chains disagree. Within a chain, draws are
-    independent given its run: a context from its `P(c | y)`, then a trajectory from its smoother under that
-    context. The other backends (exact, Kalman, grid) are deterministic: their chains share one filter and
-    differ in the draws alone, so R-hat is 1 but for chance and says nothing about their bias. Of what never
-    varies (a state that is known, a context that is excluded) there is no R-hat, and ArviZ shows NaN.
+    **Chains are independent runs of the filter**, each with random numbers of its own, so R-hat speaks
+    about the filter: with too few particles, chains disagree. Within a chain, draws are independent given
+    its run: a context from its `P(c | y)`, then a trajectory from its smoother under that context. So
+    `az.ess` and `az.mcse` count draws, and know nothing of an error that all draws of a run share; that
+    shows in how far the means of chains are apart, `mean("draw").std("chain") / √chains`. To know it well,
+    take many chains of few draws. The attribute `smoothing` says how trajectories were found; by
+    `genealogy`, SMC's early states have few distinct ancestors. The other backends (exact, Kalman, grid)
+    are deterministic: their chains share one filter and differ in the draws alone, so R-hat is 1 but for
+    chance and says nothing about their bias. Of what never varies (a state that is known, a context that is
+    excluded) there is no R-hat, and ArviZ shows NaN.
 
     Groups (`time` runs 0 … T; past an episode's length states stand still, and nothing is observed):
 
@@ -92,7 +96,7 @@ def to_inference_data(
       `log Σ_c P(c) p(y | c)`, `[chain, episode]`; `context_probability` `P(c | o_{0:t})`
       `[chain, episode, time, context]`; `information_gain`, the fall of its entropy in nats,
       `[chain, episode, time]`. Of SMC also `ess` and `resampled` `[chain, episode, time, context]`, and
-      `log_likelihood_se` `[chain, episode, context]`.
+      `log_likelihood_se` `[chain, episode, context]`; `ess` is that after a step, and NaN at time 0.
 
     **What `az.loo` means here.** It leaves out one step's factor `p(o_{t+1} | h_t, a_t, c)` at a time: how
     well does the context, as all other steps show it, predict what was seen in this one, given the history
@@ -194,10 +198,16 @@ def inference_groups(
         "model": type(model).__name__,
         "likelihood": backend.name,
         "settings": repr(backend),
+        "smoothing": export.smoothing,
         "seed": number,
         "inference_library": "cpomdp-ppl",
         "inference_library_version": _version(),
     }
+    if isinstance(backend, ParticleFilter):
+        attributes |= {
+            "num_particles": int(backend.num_particles),
+            "ess_threshold": float(backend.ess_threshold),
+        }
     return {name: group.assign_attrs(attributes) for name, group in groups.items()}
 
 
@@ -284,9 +294,10 @@ class _Export:
         if isinstance(backend, ParticleFilter):
             # So that filter and smoother, of the same seed, are one and the same run of particles: left to
             # themselves they split the episodes differently, and random numbers go by the split.
-            self.chunk = min(self.chunk, backend.chunk or self.chunk)
+            self.chunk = min(self.chunk, backend.episodes_at_once(model, recursion))
             backend = replace(backend, chunk=self.chunk * (draws + 1))
         self.backend = backend
+        self.smoothing = ""
         self.first = 0 if model.initial_observation else 1  # time of the first observation
         sizes = {"chain": chains, "episode": B}
         self.posterior, self.posterior_predictive, self.stats = _Table(sizes), _Table(sizes), _Table(sizes)
@@ -324,6 +335,7 @@ class _Export:
             if filtering is None or filtering.standard_error is not None:  # without error, it is no estimate
                 filtering = self.backend.run(self.model, piece.episodes, seed=seed, moments=False)
             smoothing = self.backend.smooth(self.model, piece.episodes, self.draws, seed=seed)
+            self.smoothing = smoothing.method
             log_posterior = filtering.log_posterior(piece.prior)  # [B, T+1, C]
             with inferring(self.model, seed_for(self.seed, AFTER, chain, piece.start)):
                 context = _indices(log_posterior[:, -1].exp(), self.draws)  # [M, B]

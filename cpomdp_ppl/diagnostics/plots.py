@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -297,12 +296,10 @@ def evidence_so_far(stats: xr.Dataset) -> xr.DataArray:
 
 def _plot_ess(axis: Axes, data: InferenceData | xr.DataTree, episode: int) -> None:
     stats = _group(data, "sample_stats")
-    settings = str(stats.attrs.get("settings", ""))
-    total = re.search(r"num_particles=(\d+)", settings)
-    threshold = re.search(r"ess_threshold=([\d.]+)", settings)
+    total, threshold = (stats.attrs.get(name) for name in ("num_particles", "ess_threshold"))
     if total is None or threshold is None:
-        raise rejected("data", settings, "an attribute 'settings' of sample_stats that tells num_particles")
-    fraction = _until_its_end(data, stats["ess"], episode) / int(total[1])
+        raise rejected("data", stats.attrs, "attributes num_particles and ess_threshold of sample_stats")
+    fraction = _until_its_end(data, stats["ess"], episode) / total
     # Resampling is filed under the step that it comes before, and was decided by what the last one left.
     after = _until_its_end(data, stats["resampled"], episode).shift(time=-1, fill_value=False)
     for k, name in enumerate(_contexts(stats)):
@@ -311,7 +308,7 @@ def _plot_ess(axis: Axes, data: InferenceData | xr.DataTree, episode: int) -> No
         c, t = there.transpose("chain", "time").values.nonzero()
         dots = line.transpose("chain", "time").values[c, t]
         axis.plot(line["time"].values[t], dots, "o", ms=3, color=_colour(k), mec="white", mew=0.4)
-    axis.axhline(float(threshold[1]), color=GREY, lw=1, ls="dashed", label="threshold; dots: resampled")
+    axis.axhline(threshold, color=GREY, lw=1, ls="dashed", label="threshold; dots: resampled")
     axis.set_ylim(-0.03, 1.06)
     _bare(axis)
 
@@ -386,6 +383,7 @@ def _episodes(group: xr.Dataset, episodes: Any, argument: str = "episodes") -> l
         return there[:3]
     proper = isinstance(episodes, Iterable) and not isinstance(episodes, str)
     require(proper, argument, episodes, "a sequence of numbers of episodes")
+    episodes = list(episodes)
     numbers = [whole_number(b) for b in episodes]
     require(len(numbers) > 0, argument, episodes, "at least one episode")
     for b, given in zip(numbers, episodes, strict=True):

@@ -89,10 +89,15 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
     trajectories = trajectories_in_time(chosen[::-1])
     return Smoothing(
         method,
-        map_state(lambda x: x.to(torch.get_default_dtype()).mean(0), trajectories),
-        map_state(lambda x: x.to(torch.get_default_dtype()).var(0, unbiased=False), trajectories),
+        map_state(lambda x: as_real(x).mean(0), trajectories),
+        map_state(lambda x: as_real(x).var(0, unbiased=False), trajectories),
         trajectories,
     )
+
+
+def as_real(values: Tensor) -> Tensor:
+    """Numbers that have a mean; those that are real already keep their precision."""
+    return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
 def states_are_sites(smc: SMC, record: Pass) -> bool:

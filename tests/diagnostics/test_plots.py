@@ -328,6 +328,6 @@ def test_only_the_same_episodes_can_be_compared(smc, grid, light_dark):
 
 def test_particles_that_nobody_counted_are_refused(smc):
     data = smc.copy()
-    data.sample_stats.attrs["settings"] = ""
-    with pytest.raises(ValueError, match=r"settings.*num_particles"):
+    del data.sample_stats.attrs["num_particles"]
+    with pytest.raises(ValueError, match=r"data: expected attributes num_particles"):
         plot_filter(data)
