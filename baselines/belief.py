@@ -15,6 +15,7 @@ from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.inference.particle_filter import SMC
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.policy import History, Percept
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -62,6 +63,17 @@ class Memory:
             belief, increment = condition(belief, seen)
             joint = checked(model, self.log_posterior.T, increment, seen)  # [C, B]
         return Memory(belief, joint.log_softmax(0).T)
+
+    def caught_up(self, model: CPOMDP, history: History, seed: int | None) -> Memory:
+        """After the newest percept of a history; as it is, at time 0 of a model that sees nothing there.
+
+        Raises:
+            DegenerateWeightsError: If no context can have produced what was seen.
+        """
+        t = history.time
+        if t == 0 and not model.initial_observation:
+            return self
+        return self.after(model, history.latest, t, seed_for(seed, 1, t))
 
     def expected_reward(self, programs: SMC, action: int) -> Tensor:
         """What an action earns, `[B]`, on average over contexts and particles."""

@@ -133,8 +133,7 @@ class PFT:
             DegenerateWeightsError: If no context can have produced what was seen.
         """
         t = history.time
-        if t > 0 or self.model.initial_observation:
-            memory = memory.after(self.model, history.latest, t, seed_for(self.seed, 1, t))
+        memory = memory.caught_up(self.model, history, self.seed)
         size = self._episodes_at_once() if self.chunk is None else self.chunk
         trees = (self.search(part, t, number) for number, part in enumerate(memory.parts(size)))
         return torch.cat([tree.most_visited() for tree in trees]), memory

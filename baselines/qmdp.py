@@ -103,8 +103,7 @@ class QMDP:
             DegenerateWeightsError: If no context can have produced what was seen.
         """
         t = history.time
-        if t > 0 or self.model.initial_observation:
-            memory = memory.after(self.model, history.latest, t, seed_for(self.seed, 1, t))
+        memory = memory.caught_up(self.model, history, self.seed)
         values = self.values(memory, t)
         if self.temperature > 0:
             values += self.temperature * self.information(memory, t)

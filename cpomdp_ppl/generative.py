@@ -71,11 +71,12 @@ class Generative:
         with self._batched(context):
             return self.signature.broadcast(self.model.initial(self._column(context)), context.shape)
 
-    def look(self, state: Any, context: Tensor) -> Percept:
-        """Draw what is seen before the first action, in models that have an initial observation."""
+    def look(self, state: Any, context: Tensor, action: Tensor | None = None) -> Percept:
+        """Draw what is seen in states with leaves `[N, …]` after actions `[N]`; None is before the first."""
+        a = None if action is None else self._column(action)
         with self._batched(context), Recorded() as seen:
-            self.model.observation(state, None, self._column(context))
-        return percept_of(self.signature, seen, None, context.shape)
+            self.model.observation(state, a, self._column(context))
+        return percept_of(self.signature, seen, action, context.shape)
 
     def move(self, state: Any, action: Tensor, context: Tensor) -> tuple[State, Tensor]:
         """Draw where actions `[N]` lead from states with leaves `[N, …]`; that, and the rewards `[N]`."""
@@ -87,9 +88,7 @@ class Generative:
     def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
         """Move, and draw what is seen there."""
         after, reward = self.move(state, action, context)
-        with self._batched(context), Recorded() as seen:
-            self.model.observation(after, self._column(action), self._column(context))
-        return Step(after, percept_of(self.signature, seen, action, context.shape), reward)
+        return Step(after, self.look(after, context, action), reward)
 
     def log_density(self, state: Any, percept: Percept) -> Tensor:
         """`log p(o | s, a, c)` of what was seen in states with leaves `[N, …]`, by context, `[N, C]`."""

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cpomdp_ppl.diagnostics.plots import BLUE, GREY, VERMILLION
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
     from cpomdp_ppl.diagnostics.calibration import Calibration, ContextCalibration, Ranks
-
-BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#999999"  # of Okabe and Ito's colours
 
 BAND = 0.99
 """How likely all bars of a uniform histogram are to lie within the band, at least."""

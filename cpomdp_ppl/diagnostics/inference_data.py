@@ -20,11 +20,9 @@ from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.backend import inferring, require_same_sites
 from cpomdp_ppl.isolation import require_seed, seed_for
-from cpomdp_ppl.rollout import percept_of
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -287,6 +285,7 @@ class _Export:
             p = as_prior(model.prior() if prior is None else prior, C, B)
             recursion = backend.recursion(model)
             require_same_sites(recursion, episodes)
+            self.programs = Generative(model)
         self.signature = recursion.signature
         p = p / p.sum(-1, keepdim=True)  # in double precision, thirds do not sum to 1 in single
         self.prior = p.to(episodes.device).expand(B, C)
@@ -351,7 +350,7 @@ class _Export:
         M, B, T = self.draws, len(piece.episodes), piece.episodes.horizon
         actions, lengths = piece.episodes.actions.repeat(M, 1), piece.episodes.lengths.repeat(M)  # of M·B
         with inferring(self.model, seed_for(self.seed, BEFORE, piece.start)):
-            programs = Generative(self.model)
+            programs = self.programs
             context = _indices(piece.prior, M)  # [M, B]
             c = context.flatten()
             state = programs.initial(c)
@@ -372,15 +371,8 @@ class _Export:
         for t in range(self.first, some.horizon + 1):
             state = map_state(lambda leaf, t=t: leaf[:, :, t].flatten(0, 1), joint.state)  # [M·B, …]
             action = some.actions[:, t - 1].repeat(M) if t else None
-            percepts.append(self._look(state, action, joint.context.flatten()))
+            percepts.append(self.programs.look(state, joint.context.flatten(), action))
         return _in_time(percepts, M, B)
-
-    def _look(self, state: Any, action: Tensor | None, context: Tensor) -> Percept:
-        own = (1,) * self.model.max_plate_nesting
-        a = None if action is None else action.reshape(-1, *own)
-        with Batched(tuple(context.shape), len(own)), Recorded() as seen:
-            self.model.observation(state, a, context.reshape(-1, *own))
-        return percept_of(self.signature, seen, action, context.shape)
 
     def _put_joint(self, table: _Table, joint: _Joint, chain: int, piece: _Piece) -> None:
         contexts = torch.arange(self.model.num_contexts, device=joint.context.device)
