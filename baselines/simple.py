@@ -142,7 +142,10 @@ class MostLikelyContext(ByContext):
 
 
 class ThompsonSampling(ByContext):
-    """Act as if a context drawn from the posterior were it, drawn anew at every step."""
+    """Act as if a context drawn from the posterior were it, drawn anew at every step.
+
+    `PosteriorSampling` draws once for the whole episode.
+    """
 
     def pick(self, posterior: Tensor) -> Tensor:
         """At random."""
@@ -178,6 +181,31 @@ class ContextKnown:
         context, memories = memory
         decision, memories = decide_by(context, self.policies, history, memories, self.num_actions)
         return decision, (context, memories)
+
+
+class PosteriorSampling(ContextKnown):
+    """Thompson sampling by episodes: draw a context from the prior, and act for the whole episode as if told.
+
+    Over many episodes in one context, as `cids.run` plays them, this is what C-IDS has to be compared with:
+    it looks only by accident, but its draws are right more and more often.
+
+    Args:
+        model: The CPOMDP.
+        policies: One for each context; a policy that reads the prior may stand for all, `[policy] * C`.
+
+    Example:
+        >>> from cpomdp_ppl import simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> rule = PosteriorSampling(model, [Always(model, "right"), Always(model, "left")])
+        >>> simulate(model, rule, 50, prior=[0.0, 1.0], seed=0).actions.unique()
+        tensor([0])
+    """
+
+    def start(self, prior: Tensor) -> tuple[Tensor, list[Any]]:
+        """The context that was drawn, and the memories of policies that take it for certain."""
+        drawn = torch.distributions.Categorical(prior).sample()
+        return super().start(one_hot(drawn, prior.shape[-1]).to(prior))
 
 
 class ApproachObserveCommit(Tracking):

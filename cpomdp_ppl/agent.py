@@ -111,12 +111,17 @@ class Agent:
         return action
 
     def observe(
-        self, observations: Mapping[str, Any] | None = None, *, action: int | str | None = None
+        self,
+        observations: Mapping[str, Any] | None = None,
+        *,
+        observed: Mapping[str, Any] | None = None,
+        action: int | str | None = None,
     ) -> None:
         """Take in what was seen after the last action; sites left out were not seen.
 
         Args:
             observations: By site.
+            observed: By site, whether it counts; left out, everything given does.
             action: What was really done, if it was not what `act` said, or if nobody asked.
 
         Raises:
@@ -124,7 +129,7 @@ class Agent:
             RuntimeError: If no action was chosen.
         """
         if self._history is None:
-            self.filter.observe(None, observations)
+            self.filter.observe(None, observations, observed)
             self._history = History((self.filter.latest,))
             return
         if self.time >= self.model.horizon:
@@ -134,6 +139,6 @@ class Agent:
                 raise RuntimeError("call act() first, or say which action was taken")
             self.act()  # for the policy's memory, which has every step pass through it
         done = self._pending if action is None else action
-        self.filter.observe(done, observations)
+        self.filter.observe(done, observations, observed)
         self._history = self._history.extended(self.filter.latest)
         self._pending = None

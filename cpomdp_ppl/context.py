@@ -34,7 +34,8 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
     """Contexts in proportion to a prior `[C]`, each as often as it can be, int64 `[B]`.
 
     Args:
-        prior: Over contexts.
+        prior: Over contexts; or one for each episode, `[B, C]`, in which case chance decides which episode
+            gets which part of its distribution.
         num_episodes: How many episodes B.
         offset: In [0, 1): drawn at random, every episode's context is distributed like the prior.
 
@@ -43,8 +44,13 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
         tensor([0, 0, 1, 2])
     """
     levels = (torch.arange(num_episodes, dtype=torch.float64, device=prior.device) + offset) / num_episodes
-    total = prior.double().cumsum(0)
-    return torch.searchsorted(total / total[-1], levels, right=True).clamp(max=len(prior) - 1)
+    if prior.dim() == 2 and bool((prior == prior[:1]).all()):
+        prior = prior[0]
+    if prior.dim() == 2:
+        levels = levels[torch.randperm(num_episodes, device=prior.device)][:, None]
+    total = prior.double().cumsum(-1)
+    drawn = torch.searchsorted(total / total[..., -1:], levels, right=True)
+    return drawn.clamp(max=prior.shape[-1] - 1).reshape(num_episodes)
 
 
 def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Tensor:

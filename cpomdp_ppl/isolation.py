@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyro
@@ -48,6 +48,14 @@ def require_seed(seed: Any) -> None:
     number = whole_number(seed)
     if seed is not None and (number is None or not 0 <= number < 2**32):
         raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+
+
+@overload
+def seed_for(seed: int, *purpose: int) -> int: ...
+
+
+@overload
+def seed_for(seed: int | None, *purpose: int) -> int | None: ...
 
 
 def seed_for(seed: int | None, *purpose: int) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +14,11 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.context import as_prior, stratified
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.policy import Policy
+from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.policy import Policy, as_policy
 from solvers.checkpoint import (
     CheckpointError,
     as_directory,
@@ -32,12 +35,15 @@ from solvers.estimators import ActorCritic, Reinforce, as_estimator
 from solvers.learner import Learner, policy_weights
 from solvers.objectives import Variational, as_objective
 from solvers.policies import LSTMPolicy
+from solvers.priors import OnePrior, as_sampler
+from solvers.run import Diary, Run
 from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
 from solvers.solution import SETTINGS, WEIGHTS, Solution
+from solvers.worlds import Lived, as_world
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cpomdp_ppl import CPOMDP
@@ -45,6 +51,10 @@ if TYPE_CHECKING:
     from solvers.callbacks import Callback
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
+    from solvers.priors import PriorLike
+    from solvers.worlds import World, WorldLike
+
+    Plays = Callable[[Policy, Backend, Tensor, Tensor, int], Lived]
 
 CHECKPOINT = "checkpoint.pt"
 WINDOW = 20  # iterations whose mean decides which policy was the best
@@ -56,7 +66,7 @@ def fit(
     likelihood: str | Backend = "smc",
     objective: str | Objective = "information",
     temperature: float | Schedule | None = None,
-    prior: Sequence[float] | Tensor | None = None,
+    prior: PriorLike = None,
     policy: nn.Module | None = None,
     estimator: Estimator | None = None,
     iterations: int | None = None,
@@ -81,13 +91,15 @@ def fit(
         temperature: τ, what a nat of information is worth in units of reward: a number, or a function of the
             progress from 0 to 1. Left out, it falls from 3 to 0.5 for the information objective, and is 0.2,
             the paper's, for the variational one.
-        prior: Over contexts, `[C]`; the model's if left out.
+        prior: Over contexts, `[C]`; the model's if left out. With `"dirichlet"`, or a function that draws
+            priors `[B, C]` for B episodes, the policy is amortised: it reads the prior and serves all of
+            them, as `run` needs it.
         policy: A module that is a `Policy` whose decisions are distributions; its weights are learned in
             place. Left out, an `LSTMPolicy` with 64 units.
         estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
             `Reinforce()`, the paper's, for the variational one.
         iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
-            variational one.
+            variational one; half as many again for an amortised policy.
         batch_size: How many episodes in a batch.
         learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
             0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
@@ -124,15 +136,17 @@ def fit(
         temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
     if learning_rate is None:
         learning_rate = Linear(6e-3, 3e-4) if isinstance(gradient, ActorCritic) else Constant(1e-3)
+    priors = as_sampler(model, prior)
+    amortised = not isinstance(priors, OnePrior)
     if iterations is None:
-        iterations = 4000 if variational else 800
+        iterations = (4000 if variational else 800) * (3 if amortised else 2) // 2
     iterations = require_count("iterations", iterations)
     batch_size = require_count("batch_size", batch_size)
     checkpoint_every = require_count("checkpoint_every", checkpoint_every)
     tau = as_schedule("temperature", temperature)
     rate = as_schedule("learning_rate", learning_rate, positive=True)
-    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
-    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
+    # What an amortised policy is evaluated with, unless another prior is asked for.
+    p = model.prior().detach().double() if amortised else priors(1)[0]
     sequence = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
     require(sequence, "callbacks", callbacks, "a sequence of functions of iteration, measurements and policy")
     directory = None if checkpoint is None else made_directory("checkpoint", checkpoint)
@@ -143,17 +157,15 @@ def fit(
     number = whole_number(seed)
     if number is None or not 0 <= number < 2**32:
         raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
-    net = LSTMPolicy(model, seed=number) if policy is None else _as_module(policy)
-    learner = Learner(
-        model, net, backend, goal, gradient, p.to(model.device), tau, rate, iterations, batch_size, number
-    )
+    net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
+    learner = Learner(model, net, backend, goal, gradient, priors, tau, rate, iterations, batch_size, number)
     settings = plain(
         **description(model),
         likelihood=described(backend),
         objective=described(goal),
         estimator=described(gradient),
         policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
-        prior=p.tolist(),
+        prior=described(priors) if amortised else p.tolist(),
         temperature=described(tau),
         learning_rate=described(rate),
         iterations=iterations,
@@ -189,6 +201,135 @@ def fit(
     net.eval()
     finished = learner.iteration == iterations
     return Solution(model, fitting.best_policy(), p.to(model.device), fitting.history(), settings, finished)
+
+
+RESOLVING: dict[str, Any] = {
+    "iterations": 100,
+    "learning_rate": Linear(1e-3, 1e-4),
+    "temperature": 0.5,
+    "estimator": ActorCritic(random_actions=0.0),
+}
+"""How a policy is fitted further to a new posterior, unless the caller knows better."""
+
+
+def run(
+    model: CPOMDP,
+    environment: WorldLike = None,
+    num_episodes: int = 10,
+    *,
+    solution: Solution | Policy | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    num_runs: int | None = None,
+    likelihood: str | Backend = "smc",
+    settled: float | None = None,
+    resolve: bool | Mapping[str, Any] = False,
+    seed: int | None = None,
+    progress: bool = True,
+    callbacks: Sequence[Callable[[Run], None]] = (),
+) -> Run:
+    """Algorithm 1: meet the same unknown context episode after episode, and carry the posterior on.
+
+    Every episode is played with the policy for `P(C | H_{k-1})`, in the true context (Remark 3.3), and
+    what was seen turns that into `P(C | H_k)`. Interrupted by Ctrl-C, it returns the episodes so far.
+
+    Args:
+        model: The CPOMDP; what the agent believes of the world.
+        environment: The world. A context, by index or name, which the model then simulates; or one for each
+            run; or None for contexts in proportion to the prior. Or an environment of your own: an object
+            with `reset()` and `step(action)` as in Gymnasium, whose observations are those of the model by
+            site (or the bare value, if there is one site; None for nothing seen); or a function that
+            leads an `Agent` through an episode (`act`, `observe`) and returns what it earned, or None; or
+            a list of them, one for each run.
+        num_episodes: How many episodes K.
+        solution: A solution of `fit(model, prior="dirichlet")`, whose policy reads the posterior; or any
+            policy. Left out, such a solution is fitted first.
+        prior: Over contexts, `[C]`; the model's if left out.
+        num_runs: How many runs R, side by side; left out, 1, or as many as `environment` says.
+        likelihood: What updates the posterior: a backend or its name.
+        settled: A run stops when it holds a context more likely than this; left out, never.
+        resolve: Whether to fit the policy further to every new posterior, run by run, in place of relying
+            on what it learned over all priors: True, or settings of `fit` to do it with.
+        seed: Of everything random; left out, fresh entropy is taken. With the same seed, simulated worlds
+            have the same first states and noise whoever acts.
+        progress: Whether to show a progress bar.
+        callbacks: Called after every episode with the `Run` so far.
+
+    Raises:
+        ValueError: On arguments that make no sense, or an environment that does not answer as it should.
+        DegenerateWeightsError: If no context can have produced what was seen.
+
+    Example:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> settings = {"likelihood": "exact", "seed": 0, "progress": False}
+        >>> solution = fit(LineGrid(), prior="dirichlet", iterations=5, **settings)
+        >>> done = run(LineGrid(), "detector left", 3, solution=solution, **settings)
+        >>> done.posteriors.shape  # of one run, before and after three episodes
+        torch.Size([1, 4, 2])
+    """
+    require_model(model)
+    K = require_count("num_episodes", num_episodes)
+    number = None if num_runs is None else require_count("num_runs", num_runs)
+    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
+    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
+    require(settled is None or 0 < settled < 1, "settled", settled, "a probability, or None")
+    require(isinstance(resolve, bool | Mapping), "resolve", resolve, "True, False, or settings of fit")
+    require_seed(seed)
+    root = secrets.randbits(32) if seed is None else seed
+    backend = as_backend(likelihood)
+    world = as_world(model, environment, number, stratified(p, number or 1, offset=seed_for(root, 0) / 2**32))
+    if solution is None:
+        solution = fit(model, prior="dirichlet", likelihood=likelihood, seed=root, progress=progress)
+    policy = as_policy(solution.policy if isinstance(solution, Solution) else solution)
+    if resolve:
+        require(isinstance(policy, nn.Module), "resolve", resolve, "False: the policy has nothing to learn")
+    plays: Plays = world.play
+    if resolve:
+        further = {**RESOLVING, "likelihood": backend, **(resolve if isinstance(resolve, Mapping) else {})}
+        plays = Resolving(model, world, policy, further).play
+
+    diary = Diary(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
+    bar = tqdm(total=K, disable=not progress, desc="episodes", mininterval=0.5)
+    try:
+        for k in range(K):
+            believed = diary.log_posterior.exp()  # [R, C]
+            going = believed.amax(-1) <= (1.0 if settled is None else settled)
+            rows = going.nonzero()[:, 0]
+            if not len(rows):
+                break
+            diary.write(rows, plays(policy, backend, rows, believed[rows], seed_for(root, 1, k)))
+            for callback in callbacks:
+                callback(diary.read())
+            bar.update()
+    except KeyboardInterrupt:
+        bar.write(f"stopped after {len(diary.lived)} of {K} episodes; these are returned")
+    finally:
+        bar.close()
+    return diary.read()
+
+
+class Resolving:
+    """A world in which every run fits its policy further to what it has come to believe, and then plays.
+
+    Args:
+        model: The CPOMDP.
+        world: Where it plays.
+        policy: Where all runs begin.
+        settings: Of `fit`.
+    """
+
+    def __init__(self, model: CPOMDP, world: World, policy: Policy, settings: Mapping[str, Any]) -> None:
+        self.model, self.world, self.settings = model, world, settings
+        self.policies = [copy.deepcopy(policy) for _ in range(world.num_runs)]
+
+    def play(self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int) -> Lived:
+        """One run after the other; each has a policy of its own in place of the one that is given."""
+        lived = []
+        for row, believed in zip(rows.tolist(), prior, strict=True):
+            settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
+            mine = fit(self.model, prior=believed, policy=self.policies[row], **settings).policy
+            row_only = rows.new_tensor([row])
+            lived.append(self.world.play(mine, backend, row_only, believed[None], seed_for(seed, row, 1)))
+        return Lived.joined(lived)
 
 
 class Fitting:
@@ -288,6 +429,7 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
     content = load_json(path / SETTINGS)
     kinds = {"settings": dict, "prior": list, "history": dict, "hidden": int | None, "finished": bool}
+    kinds["amortised"] = bool
     for name, kind in kinds.items():
         if not isinstance(content.get(name, ...), kind):
             raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
@@ -296,7 +438,7 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     if policy is None and hidden is None:
         raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    net = LSTMPolicy(model, hidden) if policy is None else _as_module(policy)
+    net = LSTMPolicy(model, hidden, amortised=content["amortised"]) if policy is None else _as_module(policy)
     weights = load_tensors(path / WEIGHTS, model.device)
     try:
         net.load_state_dict(weights)

@@ -22,6 +22,7 @@ from cpomdp_ppl.state import leaves
 from solvers.estimators import Critic, Decisions, GradientStep
 from solvers.objectives import Batch
 from solvers.policies import Mixed, SequencePolicy, unroll
+from solvers.priors import draw_priors
 from solvers.schedules import as_schedule
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
+    from solvers.priors import PriorSampler
     from solvers.schedules import Schedule
 
 WIDE = 0.1  # nats between the two estimates of the information, beyond which likelihoods are too poor
@@ -73,7 +75,7 @@ class Learner:
         backend: Of the likelihoods.
         objective: What is maximised.
         estimator: How its gradient is estimated.
-        prior: Over contexts, `[C]`.
+        priors: Draws what is believed about the context before each episode.
         temperature: τ.
         learning_rate: Of Adam.
         iterations: How many there will be.
@@ -86,7 +88,7 @@ class Learner:
     backend: Backend
     objective: Objective
     estimator: Estimator
-    prior: Tensor
+    priors: PriorSampler
     temperature: Schedule
     learning_rate: Schedule
     iterations: int
@@ -112,11 +114,16 @@ class Learner:
         """How many numbers the policy's own network lets a critic read; 0 for none."""
         if not isinstance(self.policy, SequencePolicy):
             return 0
-        episodes = simulate(self.model, self.policy, 1, prior=self.prior, seed=0)
-        return int(self.policy.unroll(episodes)[1].shape[-1])
+        prior = self._draw_priors(1)
+        episodes = simulate(self.model, self.policy, 1, prior=prior, seed=0)
+        return int(self.policy.unroll(episodes, prior.to(torch.get_default_dtype()))[1].shape[-1])
+
+    def _draw_priors(self, num_episodes: int) -> Tensor:
+        """`[B, C]`."""
+        return draw_priors(self.priors, num_episodes, self.model.num_contexts).to(self.model.device)
 
     def _seeds(self, iteration: int) -> list[int]:
-        return [int(word) for word in np.random.SeedSequence([self.seed, iteration]).generate_state(4)]
+        return [int(word) for word in np.random.SeedSequence([self.seed, iteration]).generate_state(5)]
 
     @property
     def progress(self) -> float:
@@ -137,9 +144,11 @@ class Learner:
         seeds = self._seeds(self.iteration)
         started = time.perf_counter()
         acting = self.acting
-        contexts = stratified(self.prior, self.batch_size, offset=seeds[2] / 2**32)
+        with isolated(seeds[4]):
+            prior = self._draw_priors(self.batch_size)
+            contexts = stratified(prior, self.batch_size, offset=seeds[2] / 2**32)
         episodes = simulate(
-            self.model, acting, self.batch_size, contexts=contexts, prior=self.prior, seed=seeds[0]
+            self.model, acting, self.batch_size, contexts=contexts, prior=prior, seed=seeds[0]
         )
         played = time.perf_counter()
         measured = {"temperature": temperature, "learning_rate": rate}
@@ -147,7 +156,7 @@ class Learner:
         measured["return"] = float(episodes.returns.mean())
         try:
             filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
-            batch = Batch.of(episodes, filtering, self.prior)
+            batch = Batch.of(episodes, filtering, prior)
         except DegenerateWeightsError as error:
             self._lose_batch(error)
             self.iteration += 1
@@ -172,7 +181,7 @@ class Learner:
 
     def decide(self, batch: Batch) -> Decisions:
         """Policy and critic along a batch."""
-        prior = self.prior.to(torch.get_default_dtype()).expand(len(batch.episodes), -1)
+        prior = batch.prior.to(torch.get_default_dtype())
         logits, features = unroll(self.acting, batch.episodes, prior)
         if self.trunk is not None:
             features = self.trunk(batch)
@@ -220,7 +229,7 @@ class Learner:
         """Estimates of `I(C; Y)` from both sides, and what they say about the likelihoods."""
         left = entropy(batch.log_posterior[:, -1].exp())  # [B]
         upper = float((entropy(batch.prior) - left).mean())
-        lower = float((batch.log_true()[:, -1] - batch.prior[batch.contexts].log()).mean())
+        lower = float((batch.log_true()[:, -1] - batch.prior_true().log()).mean())
         measured = {
             "entropy": float(left.mean()) / math.log(2),
             "information_upper": upper,

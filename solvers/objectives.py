@@ -26,7 +26,7 @@ class Batch:
     Attributes:
         episodes: B episodes of T steps.
         filtering: Of them, under all contexts.
-        prior: Over contexts, `[C]`.
+        prior: Over contexts, of each episode, `[B, C]`.
         log_posterior: `log P(c | h_t)`, float64 `[B, T + 1, C]`.
     """
 
@@ -37,7 +37,8 @@ class Batch:
 
     @staticmethod
     def of(episodes: Episodes, filtering: Filtering, prior: Tensor) -> Batch:
-        """Put together what belongs together."""
+        """Put together what belongs together; one prior `[C]` may stand for all."""
+        prior = prior.expand(len(episodes), -1)
         return Batch(episodes, filtering, prior, filtering.log_posterior(prior))
 
     @property
@@ -62,7 +63,11 @@ class Batch:
         """
         c = self.contexts[:, None, None].expand(-1, self.log_posterior.shape[1], 1)
         p = self.log_posterior.gather(2, c).squeeze(2).exp()
-        return ((1 - mixed) * p + mixed * self.prior[self.contexts][:, None]).log()
+        return ((1 - mixed) * p + mixed * self.prior_true()[:, None]).log()
+
+    def prior_true(self) -> Tensor:
+        """`P(c)` of the true context, `[B]`."""
+        return self.prior.gather(1, self.contexts[:, None]).squeeze(1)
 
     def rewards(self, belief: bool) -> Tensor:
         """Rewards `[B, T]`: as they were, or as the agent could expect them to be.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import pyro.distributions as dist
 import torch
@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 class SequencePolicy(Policy, Protocol):
     """A policy that can also read whole episodes at once, which is much faster than step by step."""
 
-    def unroll(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
         """What it would decide along episodes.
+
+        Args:
+            episodes: What was done and seen.
+            prior: What it believed beforehand, `[B, C]`.
 
         Returns:
             Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
@@ -36,12 +40,20 @@ class SequencePolicy(Policy, Protocol):
         ...
 
 
+EXCLUDED = 1e-3  # a context of such a prior is not worth a thought
+
+LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Hidden state `[B, H]`, cell `[B, H]`, and what the network gets to know of the prior."""
+
+
 class LSTMPolicy(nn.Module):
     """An LSTM over what the agent has done and seen, with a linear layer for the actions' logits.
 
     Args:
         model: Whose actions and observations.
         hidden: How many hidden units H.
+        amortised: Whether it also reads the prior, so that one policy serves many; otherwise it acts alike
+            under all.
         seed: Of the first weights.
 
     Example:
@@ -53,34 +65,49 @@ class LSTMPolicy(nn.Module):
         torch.Size([10, 20])
     """
 
-    def __init__(self, model: CPOMDP, hidden: int = 64, *, seed: int = 0) -> None:
+    def __init__(self, model: CPOMDP, hidden: int = 64, *, amortised: bool = False, seed: int = 0) -> None:
         super().__init__()
         self.hidden = require_count("hidden", hidden)
+        self.amortised = amortised
         self.encoding = Encoding(model)
+        size = self.encoding.size + (model.num_contexts if amortised else 0)
         with isolated(seed):
-            self.lstm = nn.LSTM(self.encoding.size, hidden, batch_first=True)
+            self.lstm = nn.LSTM(size, hidden, batch_first=True)
             self.logits = nn.Linear(hidden, model.num_actions)
             nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
             nn.init.zeros_(self.logits.bias)
         self.to(model.device)
         self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
 
-    def start(self, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing remembered: `h_0 = c_0 = 0`."""
+    def start(self, prior: Tensor) -> LSTMMemory:
+        """Nothing remembered but the prior: `h_0 = c_0 = 0`."""
         zeros = self.logits.weight.new_zeros(prior.shape[0], self.hidden)
-        return zeros, zeros
+        return zeros, zeros, self._believed(prior)
 
-    def act(self, history: History, memory: tuple[Tensor, Tensor]) -> tuple[Decision, tuple[Tensor, Tensor]]:
+    def act(self, history: History, memory: LSTMMemory) -> tuple[Decision, LSTMMemory]:
         """Read the latest percept, and choose."""
-        percept = self.encoding.step(history.latest, history.time)
-        memory = torch.lstm_cell(percept, memory, *self.lstm.all_weights[0])
-        return dist.Categorical(logits=self.logits(memory[0])), memory
+        *state, believed = memory
+        percept = torch.cat([self.encoding.step(history.latest, history.time), believed], -1)
+        hidden, cell = torch.lstm_cell(percept, state, *self.lstm.all_weights[0])
+        return dist.Categorical(logits=self.logits(hidden)), (hidden, cell, believed)
 
-    def unroll(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
-        hidden, _ = self.lstm(self.encoding.sequence(episodes))
+        believed = self._believed(prior)[:, None].expand(-1, episodes.horizon, -1)
+        hidden, _ = self.lstm(torch.cat([self.encoding.sequence(episodes), believed], -1))
         hidden = hidden.contiguous()  # once, rather than in every layer on top
         return self.logits(hidden), hidden
+
+    def _believed(self, prior: Tensor) -> Tensor:
+        """The prior's log-odds as the network gets them, `[B, C]`, or `[B, 0]` if it does not.
+
+        They are 0 for a uniform prior. What is as unlikely as `EXCLUDED` may as well be impossible.
+        """
+        weight = self.logits.weight
+        if not self.amortised:
+            return weight.new_zeros(len(prior), 0)
+        log_prior = prior.to(weight).clamp(min=EXCLUDED).log()
+        return log_prior - log_prior.mean(-1, keepdim=True)
 
     def agent(self, **settings: Any) -> Agent:
         """This policy at work, one episode at a time; see `Agent` for the settings."""
@@ -141,7 +168,7 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
         logits, features = unroll(policy.policy, episodes, prior)
         return policy.mixed(logits), features
     if isinstance(policy, SequencePolicy):
-        return policy.unroll(episodes)
+        return policy.unroll(episodes, prior)
     T = episodes.horizon
     history = History((_initial_percept(episodes),))
     memory = policy.start(prior)

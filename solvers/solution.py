@@ -39,7 +39,8 @@ class Solution:
     Attributes:
         model: The CPOMDP.
         policy: The best policy found, a module that is also a `Policy`.
-        prior: Over contexts, float64 `[C]`: what it was learned for.
+        prior: Over contexts, float64 `[C]`: what it was learned for, or for an amortised policy, which
+            serves many, the model's.
         history: What was measured, by `iteration`: `return`, `entropy` (bits), `information_lower` and
             `information_upper` (nats), `objective`, `gradient_norm`, `temperature`, `learning_rate`, `ess`,
             and the seconds that rollout, likelihood and gradient took.
@@ -129,13 +130,14 @@ class Solution:
         assert isinstance(self.policy, nn.Module)
         save_tensors(path / WEIGHTS, self.policy.state_dict())
         history = {str(name): self.history[name].values.tolist() for name in self.history.data_vars}
-        hidden = self.policy.hidden if type(self.policy) is LSTMPolicy else None
+        own = type(self.policy) is LSTMPolicy  # such a one `load` can make again
         save_json(
             path / SETTINGS,
             {
                 "settings": self.settings,
                 "prior": self.prior.tolist(),
-                "hidden": hidden,
+                "hidden": self.policy.hidden if own else None,
+                "amortised": self.policy.amortised if own else False,
                 "finished": self.finished,
                 "history": history,
             },

@@ -41,7 +41,8 @@ def test_it_decides_as_the_policy_does(model):
     policy = LSTMPolicy(model, hidden=8)
     episodes = simulate(model, policy, 1, seed=4)
     actions = play(policy.agent(seed=1, greedy=True), episodes)
-    assert actions == policy.unroll(episodes)[0][0].argmax(-1).tolist()
+    prior = model.prior()[None]
+    assert actions == policy.unroll(episodes, prior)[0][0].argmax(-1).tolist()
 
 
 def test_its_choices_follow_the_policys_probabilities():

@@ -4,7 +4,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from baselines.simple import Always, ApproachObserveCommit, ContextKnown, MostLikelyContext, ThompsonSampling
+from baselines.simple import (
+    Always,
+    ApproachObserveCommit,
+    ContextKnown,
+    MostLikelyContext,
+    PosteriorSampling,
+    ThompsonSampling,
+)
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.evaluation import evaluate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
@@ -66,6 +73,16 @@ def test_thompson_draws_contexts_as_often_as_they_are_likely():
     model = LightDark()
     rule = ThompsonSampling(model, one_way(model), "ekf")
     episodes = simulate(model, rule, 4000, prior=[0.8, 0.2], seed=1)
+    first = (episodes.actions[:, 0] == 1).double()
+    assert abs(first.mean() - 0.8) < 4 * (0.16 / 4000) ** 0.5
+
+
+def test_posterior_sampling_draws_once_for_the_whole_episode():
+    model = LightDark()
+    episodes = simulate(
+        model, PosteriorSampling(model, one_way(model)), 4000, contexts=0, prior=[0.8, 0.2], seed=1
+    )
+    assert bool((episodes.actions == episodes.actions[:, :1]).all())
     first = (episodes.actions[:, 0] == 1).double()
     assert abs(first.mean() - 0.8) < 4 * (0.16 / 4000) ** 0.5
 

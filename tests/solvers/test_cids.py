@@ -157,7 +157,7 @@ class InDouble(LSTMPolicy):
         memory = torch.lstm_cell(percept, memory, *self.lstm.all_weights[0])
         return dist.Categorical(logits=self.logits(memory[0])), memory
 
-    def unroll(self, episodes):
+    def unroll(self, episodes, prior):
         hidden, _ = self.lstm(self.encoding.sequence(episodes).double())
         return self.logits(hidden), hidden
 
