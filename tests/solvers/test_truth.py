@@ -13,7 +13,7 @@ import torch
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.conftest import assert_mean
-from tests.solvers.exact import (
+from tests.solvers.truth import (
     Indices,
     Plan,
     Reals,
