@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyro.poutine as poutine
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,26 +23,25 @@ from cpomdp_ppl.errors import ObservationError, rejected, require_count, require
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import Decision, History, Policy, as_policy
 from solvers.finite import Finite, Indices, Reals, finite, row_keys
+from solvers.reachable import DECIMALS, Layer, TooManyBeliefsError, condition, first_layer, next_layer, parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from cpomdp_ppl.model import CPOMDP
 
-Keys: TypeAlias = NDArray[np.uint64]
-
-DECIMALS = 11
-"""Beliefs that agree so far are one belief: they came to it by different orders of rounding."""
+__all__ = [
+    "Assessment",
+    "Endings",
+    "Plan",
+    "TooManyBeliefsError",
+    "TooManyHistoriesError",
+    "evaluate",
+    "plan",
+]
 
 TIE = 1e-10
 """Actions whose values differ by less (relative to the largest, if that is above 1) are tied."""
-
-AT_ONCE = 2**22
-"""Numbers that one array may hold while the successors of beliefs are computed."""
-
-
-class TooManyBeliefsError(ValueError):
-    """A model has more beliefs than may be gone through."""
 
 
 class TooManyHistoriesError(ValueError):
@@ -202,11 +200,11 @@ def plan(
     T, tau = model.horizon, float(temperature)
 
     with tqdm(total=2 * T, desc="beliefs", disable=not progress) as bar:
-        layer, first, of_first = _first_layer(tables, p, most)
+        layer, first, of_first = first_layer(tables, p, most)
         layers, successors, evidence = [layer], [], []
         bar.update()
         for t in range(1, T):
-            layer, following, probability = _next_layer(tables, layers[-1], t, most)
+            layer, following, probability = next_layer(tables, layers[-1], t, most)
             layers.append(layer)
             successors.append(following)
             evidence.append(probability)
@@ -252,6 +250,7 @@ def evaluate(
     *,
     prior: Sequence[float] | Tensor | None = None,
     max_histories: int = 200_000,
+    progress: bool = False,
 ) -> Assessment:
     """The exact value of any policy, by going through all histories that it can meet.
 
@@ -264,6 +263,7 @@ def evaluate(
         policy: Who acts: a `Policy`, or a function from a `History` to actions.
         prior: Over contexts, `[C]`, which the policy is started with; the model's if left out.
         max_histories: How many it may have to decide in at any one time.
+        progress: Whether to show a bar.
 
     Raises:
         UnsupportedModelError: If the model is not finite, naming the program and the site.
@@ -286,21 +286,21 @@ def evaluate(
 
     numbers = np.arange(len(tables.before.action))[:, None]  # the outcomes met at times 0 … t, [B, t + 1]
     weights = tables.initial * tables.before.likelihood  # P(h, s | c), [B, C, N]
-    beliefs = _condition((p[:, None] * tables.initial)[None], tables.before.likelihood)[0]
+    beliefs = condition((p[:, None] * tables.initial)[None], tables.before.likelihood)[0]
     met = weights.any((1, 2))
     numbers, weights, beliefs = numbers[met], weights[met], beliefs[met]
     returns, counts = np.zeros(C), []
-    for t in range(T):
+    for t in tqdm(range(T), desc="histories", disable=not progress):
         counts.append(len(numbers))
         chances = _decide(model, policy, tables, p, numbers)  # π(a | h), [B, A]
         returns += np.einsum("ba,bcs,cas->c", chances, weights, tables.rewards, optimize=True)
         if t == T - 1:
             break
         grown = []
-        for i, part in _parts(tables, len(numbers)):
+        for i, part in parts(tables, len(numbers)):
             seen = chances[part][:, after, None, None] * tables.predict(weights[part])[:, after] * likelihood
             b, k = np.nonzero(seen.any((-2, -1)))
-            believed, _ = _condition(tables.predict(beliefs[part])[:, after], likelihood)
+            believed, _ = condition(tables.predict(beliefs[part])[:, after], likelihood)
             grown.append((np.column_stack([numbers[i + b], k]), seen[b, k], believed[b, k]))
             count = sum(len(rows) for rows, *_ in grown)
             if count > most:
@@ -311,15 +311,7 @@ def evaluate(
                 )
         numbers, weights, beliefs = (np.concatenate(arrays) for arrays in zip(*grown, strict=True))
 
-    posteriors, probabilities = [], []
-    for _, part in _parts(tables, len(numbers)):
-        seen = chances[part][:, after, None] * _last_contexts(tables, weights[part])  # P(y | c), [B, K, C]
-        joint = _last_contexts(tables, beliefs[part])
-        evidence = joint.sum(-1, keepdims=True)
-        before = np.broadcast_to(beliefs[part].sum(-1)[:, None], joint.shape)
-        posteriors.append(np.where(evidence > 0, joint / _positive(evidence), before).reshape(-1, C))
-        probabilities.append(seen.reshape(-1, C))
-    endings = Endings.of(np.concatenate(posteriors), np.concatenate(probabilities))
+    endings = _last_step(tables, weights, beliefs, chances)
     return Assessment(
         prior=torch.from_numpy(p),
         returns=torch.from_numpy(returns),
@@ -362,12 +354,6 @@ def _chances(decision: Decision, B: int, A: int) -> Reals:
     return taken
 
 
-def _parts(tables: Finite, n: int) -> Iterator[tuple[int, slice]]:
-    """Slices of n rows, few enough for what follows on them to be computed at once, and where they begin."""
-    size = max(1, AT_ONCE // tables.outcomes.likelihood.size)
-    return ((i, slice(i, i + size)) for i in range(0, n, size))
-
-
 def _prior(prior: Sequence[float] | Tensor | None, tables: Finite) -> Reals:
     if prior is None:
         return tables.prior
@@ -376,122 +362,6 @@ def _prior(prior: Sequence[float] | Tensor | None, tables: Finite) -> Reals:
         raise rejected("prior", list(p.shape), f"shape [{len(tables.prior)}]")
     given: Reals = (p / p.sum()).cpu().numpy()
     return given
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """All beliefs of one time.
-
-    Attributes:
-        beliefs: `P(c, s | h)`, `[n, C, N]`.
-        possible: 1 where context and state are possible after some history that leads to the belief, though
-            the agent may hold them impossible, `[n, C, N]`; None if it holds no context impossible.
-    """
-
-    beliefs: Reals
-    possible: Reals | None
-
-    def __len__(self) -> int:
-        return len(self.beliefs)
-
-    def parts(self, tables: Finite) -> Iterator[_Layer]:
-        """Some beliefs at a time."""
-        for _, part in _parts(tables, len(self)):
-            yield _Layer(self.beliefs[part], None if self.possible is None else self.possible[part])
-
-
-class _Distinct:
-    """Collects beliefs, and keeps one of each."""
-
-    def __init__(self, time: int, most: int) -> None:
-        self.time, self.most = time, most
-        self.parts: list[tuple[Keys, Reals, Reals | None]] = []
-
-    def add(self, beliefs: Reals, possible: Reals | None) -> Keys:
-        """Beliefs `[n, C, N]`, and what is possible with them: a key for each, `[n]`."""
-        all_keys = row_keys(beliefs.reshape(len(beliefs), -1), DECIMALS)
-        self.parts.append(_distinct(all_keys, beliefs, possible))
-        if sum(len(keys) for keys, *_ in self.parts) > 2 * self.most:
-            self.layer(finished=False)
-        return all_keys
-
-    def layer(self, finished: bool = True) -> tuple[_Layer, Keys]:
-        """The distinct beliefs, and their keys in ascending order."""
-        of_keys, of_beliefs, of_possible = zip(*self.parts, strict=True)
-        possible = None if of_possible[0] is None else np.concatenate(of_possible)
-        keys, beliefs, possible = _distinct(np.concatenate(of_keys), np.concatenate(of_beliefs), possible)
-        if len(keys) > self.most:
-            least = "" if finished else "at least "
-            raise TooManyBeliefsError(
-                f"{least}{len(keys)} beliefs can be reached at time {self.time}, and "
-                f"max_beliefs = {self.most}: shorten the horizon, or allow more"
-            )
-        self.parts = [(keys, beliefs, possible)]
-        return _Layer(beliefs, possible), keys
-
-
-def _distinct(keys: Keys, beliefs: Reals, possible: Reals | None) -> tuple[Keys, Reals, Reals | None]:
-    """The first belief of each key, and all that is possible with any."""
-    if possible is None:
-        keys, first = np.unique(keys, return_index=True)
-        return keys, beliefs[first], None
-    order = np.argsort(keys, kind="stable")
-    keys, first = np.unique(keys[order], return_index=True)
-    return keys, beliefs[order[first]], np.maximum.reduceat(possible[order], first, axis=0)
-
-
-def _condition(predicted: Reals, likelihood: Reals) -> tuple[Reals, Reals]:
-    """Bayes' rule for `[n, K, C, N]`: the posteriors, and the evidence `[n, K]`.
-
-    What is held impossible may yet be seen, if the belief is wrong: nothing is learned from it.
-    """
-    joint = predicted * likelihood
-    P = joint.sum((-2, -1))
-    held = (P > 0)[..., None, None]
-    return np.where(held, joint / np.where(held, P[..., None, None], 1.0), predicted), P
-
-
-def _first_layer(tables: Finite, prior: Reals, most: int) -> tuple[_Layer, Indices, Reals]:
-    """The beliefs at time 0, which of them follows on what, `[K]`, and how likely that is, `[K]`."""
-    predicted = (prior[:, None] * tables.initial)[None, None]  # [1, 1, C, N]
-    likelihood = tables.before.likelihood
-    beliefs, P = _condition(predicted, likelihood)
-    possible = None if prior.all() else ((tables.initial * likelihood) > 0).astype(np.float64)[None]
-    distinct = _Distinct(0, most)
-    keys, met = _collect(distinct, beliefs, P, possible)
-    layer, known = distinct.layer()
-    return layer, _numbers(known, keys, met)[0], P[0]
-
-
-def _next_layer(tables: Finite, layer: _Layer, t: int, most: int) -> tuple[_Layer, Indices, Reals]:
-    """The beliefs at time t, which of them follows on what, `[n, K]`, and how likely that is, `[n, K]`."""
-    after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
-    distinct, collected, evidence = _Distinct(t, most), [], []
-    for part in layer.parts(tables):
-        beliefs, P = _condition(tables.predict(part.beliefs)[:, after], likelihood)
-        possible = None
-        if part.possible is not None:
-            possible = (tables.predict(part.possible)[:, after] * likelihood > 0).astype(np.float64)
-        collected.append(_collect(distinct, beliefs, P, possible))
-        evidence.append(P)
-    following, known = distinct.layer()
-    numbers = [_numbers(known, keys, met) for keys, met in collected]
-    return following, np.concatenate(numbers), np.concatenate(evidence)
-
-
-def _collect(
-    distinct: _Distinct, beliefs: Reals, P: Reals, possible: Reals | None
-) -> tuple[Keys, NDArray[np.bool_]]:
-    """Keys of those beliefs `[n, K, C, N]` that may be come to at all, and which these are, `[n, K]`."""
-    met = P > 0 if possible is None else possible.sum((-2, -1)) > 0
-    return distinct.add(beliefs[met], None if possible is None else possible[met]), met
-
-
-def _numbers(known: Keys, keys: Keys, met: NDArray[np.bool_]) -> Indices:
-    """Which belief it is, `[n, K]`; -1 for what cannot happen."""
-    numbers = np.full(met.shape, -1, dtype=np.int64)
-    numbers[met] = np.searchsorted(known, keys)
-    return numbers
 
 
 def _expected_rewards(tables: Finite, b: Reals) -> Reals:
@@ -512,7 +382,28 @@ def _last_contexts(tables: Finite, p: Reals) -> Reals:
     return np.concatenate(last, 1)
 
 
-def _final_information(tables: Finite, layer: _Layer, prior: Reals) -> Reals:
+def _last_step(tables: Finite, weights: Reals, beliefs: Reals, chances: Reals) -> Endings:
+    """The endings of those who hold beliefs `[n, C, N]` before the last step.
+
+    Args:
+        tables: Of the model.
+        weights: How likely they are to be there, and in which state, in each context, `[n, C, N]`.
+        beliefs: What they hold for true, `[n, C, N]`.
+        chances: Which action they take, `[n, A]`.
+    """
+    C, after = len(tables.prior), tables.outcomes.action
+    posteriors, probabilities = [], []
+    for _, part in parts(tables, len(weights)):
+        seen = chances[part][:, after, None] * _last_contexts(tables, weights[part])  # [n, K, C]
+        joint = _last_contexts(tables, beliefs[part])
+        evidence = joint.sum(-1, keepdims=True)
+        unmoved = beliefs[part].sum(-1)[:, None]  # as `condition` has it
+        posteriors.append(np.where(evidence > 0, joint / _positive(evidence), unmoved).reshape(-1, C))
+        probabilities.append(seen.reshape(-1, C))
+    return Endings.of(np.concatenate(posteriors), np.concatenate(probabilities))
+
+
+def _final_information(tables: Finite, layer: Layer, prior: Reals) -> Reals:
     """`H(prior) - E[H(C | y)]` at the last belief before the end, by action, `[n, A]`."""
     gains = []
     for part in layer.parts(tables):
@@ -532,50 +423,44 @@ def _best(Q: Reals) -> Indices:
 
 
 def _follow(
-    tables: Finite, layers: list[_Layer], first: Indices, successors: list[Indices], actions: list[Indices]
+    tables: Finite, layers: list[Layer], first: Indices, successors: list[Indices], actions: list[Indices]
 ) -> tuple[Reals, Endings]:
     """Returns `[C]` and endings, by `P(n, s | c)` of the beliefs n that the agent holds, right or wrong."""
-    starts = np.append(tables.outcomes.starts, len(tables.outcomes.action))
-    likelihood = tables.outcomes.likelihood
-    C, N = tables.initial.shape
+    (C, N), A = tables.initial.shape, tables.rewards.shape[1]
     returns = np.zeros(C)
     p = np.zeros((len(layers[0]), C, N))
-    arrived = (tables.initial * tables.before.likelihood)[first >= 0]
-    np.add.at(p, first[first >= 0], arrived)
-    posteriors, probabilities = [], []
+    np.add.at(p, first[first >= 0], (tables.initial * tables.before.likelihood)[first >= 0])
     for t, chosen in enumerate(actions):
-        last = t == len(actions) - 1
-        following = np.zeros((0 if last else len(layers[t + 1]), C * N))
-        for a in range(tables.rewards.shape[1]):
-            n = np.flatnonzero((chosen == a) & p.any((1, 2)))  # nobody holds the other beliefs
-            if not len(n):
-                continue
-            ks = slice(starts[a], starts[a + 1])
-            returns += np.einsum("ncs,cs->c", p[n], tables.rewards[:, a])
-            moved = _moved(tables, p[n], a)
-            if last:
-                believed = _moved(tables, layers[t].beliefs[n], a)[:, None]
-                posterior, _ = _condition(believed, likelihood[ks])  # [n, K, C, N]
-                posteriors.append(posterior.sum(-1).reshape(-1, C))
-                probabilities.append(np.einsum("ncs,kcs->nkc", moved, likelihood[ks]).reshape(-1, C))
-                continue
-            seen = moved[:, None] * likelihood[ks]  # [n, K, C, N]
-            met = seen.any((-2, -1))
-            to, what = successors[t][n, ks][met], seen[met].reshape(-1, C * N)
-            torch.from_numpy(following).index_add_(0, torch.from_numpy(to), torch.from_numpy(what))
-        p = following.reshape(-1, C, N)
-    return returns, Endings.of(np.concatenate(posteriors), np.concatenate(probabilities))
+        for a in range(A):
+            returns += (p[chosen == a].sum(0) * tables.rewards[:, a]).sum(-1)
+        if t < len(actions) - 1:
+            p = _arrive(tables, p, chosen, successors[t], len(layers[t + 1]))
+    held = p.any((1, 2))  # nobody holds the other beliefs
+    return returns, _last_step(tables, p[held], layers[-1].beliefs[held], np.eye(A)[actions[-1][held]])
 
 
-def _moved(tables: Finite, p: Reals, a: int) -> Reals:
-    """Measures `[n, C, N]` over context and state after an action."""
-    return np.matmul(p.transpose(1, 0, 2), tables.transition[:, a]).transpose(1, 0, 2)
+def _arrive(tables: Finite, p: Reals, chosen: Indices, successors: Indices, number: int) -> Reals:
+    """`P(n, s | c)` one step later, `[number, C, N]`, if the actions `chosen [n]` are taken."""
+    starts = np.append(tables.outcomes.starts, len(tables.outcomes.action))
+    _, C, N = p.shape
+    arrived = torch.zeros(number, C * N, dtype=torch.float64)
+    for a in range(len(starts) - 1):
+        rows, ks = np.flatnonzero((chosen == a) & p.any((1, 2))), slice(starts[a], starts[a + 1])
+        for _, part in parts(tables, len(rows)):
+            n = rows[part]
+            moved = np.matmul(p[n].transpose(1, 0, 2), tables.transition[:, a]).transpose(1, 0, 2)
+            seen = moved[:, None] * tables.outcomes.likelihood[ks]  # [n, K, C, N]
+            to = successors[n, ks]
+            met = to >= 0
+            arrived.index_add_(0, torch.from_numpy(to[met]), torch.from_numpy(seen[met].reshape(-1, C * N)))
+    there: Reals = arrived.numpy().reshape(number, C, N)
+    return there
 
 
 def _information(prior: Reals, probabilities: Reals) -> float:
     """`I(C; M)` of an ending M with probabilities `P(m | c)`, `[M, C]`, in nats."""
     evidence = _positive(probabilities @ prior)[:, None]
-    return float((prior * _xlogy(probabilities, probabilities / evidence)).sum())
+    return max(0.0, float((prior * _xlogy(probabilities, probabilities / evidence)).sum()))
 
 
 def _xlogy(x: Reals, y: Reals) -> Reals:

@@ -234,12 +234,14 @@ def _columns(spec: ObservationSite, values: Tensor, mask: Tensor, batch: tuple[i
 def row_keys(rows: Reals, decimals: int) -> NDArray[np.uint64]:
     """A number for every row of `[n, D]`, equal for rows that agree so far, and else different.
 
-    The numbers have 64 bits that look random, so that among a million different rows two have the same with a
-    chance of 3e-8; to sort whole rows instead takes ten times as long.
+    What is zero and what is merely small do not agree: the one is impossible, the other is not. The numbers
+    have 64 bits that look random, so that among a million different rows two have the same with a chance of
+    3e-8; to sort whole rows instead takes five times as long.
     """
     keys = np.zeros(len(rows), dtype=np.uint64)
     for column in rows.T:
-        keys = _mixed(keys + np.rint(column * 10.0**decimals).astype(np.int64).view(np.uint64))
+        digits = 2 * np.rint(column * 10.0**decimals).astype(np.int64) + (column != 0)
+        keys = _mixed(keys + digits.view(np.uint64))
     return keys
 
 
