@@ -15,7 +15,7 @@ from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
 from tests.programs import Walk
-from tests.solvers.exact import known_context_value, solve, tables
+from tests.solvers.truth import known_context_value, solve, tables
 
 
 def test_the_optimum_is_found_to_be_worth_what_it_is():

@@ -16,7 +16,7 @@ from cpomdp_ppl.inference.backend import inferring
 from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.conftest import assert_mean
-from tests.solvers import exact
+from tests.solvers import truth
 
 LEFT, RIGHT, STAY = range(3)
 
@@ -36,7 +36,7 @@ def test_plans_that_are_none(commitments):
 
 def return_by_tables(model, plan, start, time):
     """Of a plan from a state at a time, in every context, by pushing distributions through the tables."""
-    tables, total = exact.tables(model), 0.0
+    tables, total = truth.tables(model), 0.0
     p = np.zeros(tables.initial.shape)
     p[:, start] = 1
     for t in range(time, model.horizon):

@@ -15,7 +15,7 @@ from cpomdp_ppl.models import Beacons, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from tests.conftest import assert_mean
 from tests.programs import EyesOpen, Plates
-from tests.solvers import exact
+from tests.solvers import truth
 
 LEFT, RIGHT, SENSE = 0, 1, 2
 
@@ -28,7 +28,7 @@ class Regretful:
     """
 
     def __init__(self, policy, model):
-        self.policy, self.plan, self.shortfall = policy, exact.solve(exact.tables(model), model.horizon), 0.0
+        self.policy, self.plan, self.shortfall = policy, truth.solve(truth.tables(model), model.horizon), 0.0
 
     def start(self, prior):
         return self.policy.start(prior), self.plan.start(prior)
@@ -239,7 +239,7 @@ def test_commitments_are_the_first_values_of_actions(commitments, values, visits
 
 def test_rollouts_are_random():
     model, later = LineGrid(horizon=8), LineGrid(horizon=7, start=2)
-    expected = exact.random_value(exact.tables(later), 7)
+    expected = truth.random_value(truth.tables(later), 7)
     assert_mean(value_of_going_left(model, leaf="rollout"), expected, "random play")
 
 

@@ -37,7 +37,7 @@ from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.signature import signature
 from tests.conftest import assert_mean, fixed_actions
 from tests.programs import EyesOpen, Plates
-from tests.solvers import exact
+from tests.solvers import truth
 
 
 def binned(model, **settings):
@@ -463,7 +463,7 @@ class Regretting:
 
     def __init__(self, model, policy):
         self.policy = policy
-        self.plan = exact.solve(exact.tables(model), model.horizon)
+        self.plan = truth.solve(truth.tables(model), model.horizon)
         self.regret = 0.0
 
     def start(self, prior):
@@ -497,12 +497,12 @@ def test_with_commitments_pouct_gets_far_with_few_simulations():
 
 def test_pouct_hears_better_than_who_believes_in_one_context():
     model = ContextualTiger(horizon=4)
-    tables = exact.tables(model)
+    tables = truth.tables(model)
     watched = Regretting(model, POUCT(model, num_simulations=300, num_particles=100, rollout="random"))
     simulate(model, watched, 60, contexts="balanced", seed=0)
     value = watched.plan.value - watched.regret
-    assert exact.random_value(tables, 4) < value <= watched.plan.value
-    assert value > exact.fixed_context_values(tables, 4).max()
+    assert truth.random_value(tables, 4) < value <= watched.plan.value
+    assert value > truth.fixed_context_values(tables, 4).max()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from tests.conftest import assert_mean
 from tests.programs import EyesOpen, Plates
-from tests.solvers import exact
+from tests.solvers import truth
 
 LEFT, RIGHT, LOOK = range(3)
 
@@ -24,7 +24,7 @@ class Beliefs:
     """The exact joint P(c, s | h) of finite models, followed along a history by Bayes' rule."""
 
     def __init__(self, model):
-        self.model, self.tables = model, exact.tables(model)
+        self.model, self.tables = model, truth.tables(model)
         self.joint = self.tables.prior[:, None] * self.tables.initial  # [C, S]
 
     def after(self, action, outcome):
@@ -61,7 +61,7 @@ class Beliefs:
 
 def percept(model, action, num_episodes, **seen):
     """The same step in every episode."""
-    sites = exact.tables(model).sites if model.states else ("z",)
+    sites = truth.tables(model).sites if model.states else ("z",)
     values = {site: torch.full((num_episodes,), float(seen.get(site, 0.0))) for site in sites}
     flags = {site: torch.full((num_episodes,), site in seen) for site in sites}
     return Percept(torch.full((num_episodes,), action), values, flags)
@@ -88,7 +88,7 @@ def test_values_are_those_of_the_tables():
             {"side": episodes.observed["side"][:, t]},
         )
         memory = memory.after(model, step, t + 1, seed=t)
-        outcome = exact.outcomes(step, ("side",))
+        outcome = truth.outcomes(step, ("side",))
         beliefs = [
             belief.after(int(a), o)
             for belief, a, o in zip(beliefs, episodes.actions[:, t], outcome, strict=True)
@@ -245,7 +245,7 @@ def test_on_the_line_grid_information_is_worth_its_price():
     paid = evaluate(model, QMDP(model, temperature=10.0), 300)
     assert (blind.returns.mean, blind.entropy.mean) == (0.0, 1.0)
     assert paid.returns.mean > 10
-    best = exact.solve(exact.tables(model), model.horizon).value
+    best = truth.solve(truth.tables(model), model.horizon).value
     assert paid.returns.mean < best + 4 * paid.returns.standard_error
 
 

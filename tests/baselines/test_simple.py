@@ -17,7 +17,7 @@ from cpomdp_ppl.evaluation import evaluate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.programs import EyesOpen
-from tests.solvers.exact import known_context_value, solve, tables
+from tests.solvers.truth import known_context_value, solve, tables
 
 
 def one_way(model):

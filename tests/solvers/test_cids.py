@@ -27,7 +27,7 @@ from solvers.learner import DivergedError
 from solvers.policies import LSTMPolicy
 from solvers.schedules import Geometric
 from tests.programs import Learnable
-from tests.solvers.exact import random_value, solve, tables
+from tests.solvers.truth import random_value, solve, tables
 
 SHORT = dict(likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False)
 

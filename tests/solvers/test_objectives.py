@@ -17,7 +17,7 @@ from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from solvers.estimators import ActorCritic, Critic, Decisions, GradientStep, Reinforce, standardised
 from solvers.objectives import Batch, Information, Variational, as_objective
 from solvers.policies import LSTMPolicy
-from tests.solvers.exact import tables
+from tests.solvers.truth import tables
 
 TEMPERATURE = 7.0
 

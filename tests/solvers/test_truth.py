@@ -1,0 +1,217 @@
+"""The exact solutions against brute force, closed forms and the simulator."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import comb
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from tests.conftest import assert_mean
+from tests.solvers.truth import (
+    Indices,
+    Plan,
+    Reals,
+    Tables,
+    evaluate,
+    fixed_context_values,
+    known_context_value,
+    random_value,
+    solve,
+    tables,
+    value,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.policy import History
+
+Tree: TypeAlias = tuple[int, dict[int, "Tree"]]  # an action, and what to do after each outcome of it
+
+SMALL_GRID: dict[str, Any] = dict(num_cells=3, start=1)
+LOPSIDED: dict[str, Any] = dict(num_cells=5, start=1, accuracy=0.7, penalty=15.0, low_value=3.0)
+DEAF: dict[str, Any] = dict(sharp=0.9, dull=0.5, mauling=20.0, listening=0.5)
+
+
+def trees(t: Tables, steps: int) -> Iterator[Tree]:
+    """Every deterministic policy, as a tree over histories."""
+    for a in range(t.reward.shape[1]):
+        outcomes = np.flatnonzero((t.observation[:, a] > 0).any((0, 1))).tolist() if steps > 1 else []
+        for subtrees in product(*[list(trees(t, steps - 1)) for _ in outcomes]):
+            yield a, dict(zip(outcomes, subtrees, strict=True))
+
+
+def tree_value(t: Tables, tree: Tree, c: int, s: int) -> float:
+    """The expected return of a tree in one context and state: the sum over all paths, by hand."""
+    a, then = tree
+    total = float(t.reward[c, a, s])
+    for s_next in np.flatnonzero(t.transition[c, a, s]).tolist():
+        for o, subtree in then.items():
+            p = t.transition[c, a, s, s_next] * t.observation[c, a, s_next, o]
+            total += p * tree_value(t, subtree, c, s_next) if p else 0.0
+    return total
+
+
+def expectimax(t: Tables, p: Reals, steps: int) -> float:
+    """The most that can still be earned, given P(c, s, h) `[C, S]`, on every history apart."""
+    best = -np.inf
+    for a in range(t.reward.shape[1]):
+        total = float((p * t.reward[:, a]).sum())
+        moved = np.einsum("cs,cst->ct", p, t.transition[:, a])
+        for o in range(t.observation.shape[-1]) if steps > 1 else ():
+            seen = moved * t.observation[:, a, :, o]
+            total += expectimax(t, seen, steps - 1) if seen.any() else 0.0
+        best = max(best, total)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("model", "horizon"),
+    [
+        (LineGrid(**SMALL_GRID), 3),
+        (LineGrid(**SMALL_GRID, accuracy=0.7, penalty=15.0), 3),
+        (ContextualTiger(), 2),
+        (ContextualTiger(**DEAF), 2),
+    ],
+)
+def test_no_deterministic_policy_is_better_and_one_is_as_good(model: CPOMDP, horizon: int) -> None:
+    t = tables(model)
+    starts = [(c, s, t.prior[c] * p) for (c, s), p in np.ndenumerate(t.initial) if p]
+    returns = [sum(w * tree_value(t, tree, c, s) for c, s, w in starts) for tree in trees(t, horizon)]
+    assert solve(t, horizon).value == pytest.approx(max(returns), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "horizon"),
+    [
+        (LineGrid(**LOPSIDED), 6),
+        (LineGrid(num_cells=5, start=2), 5),
+        (ContextualTiger(), 4),
+        (ContextualTiger(**DEAF), 4),
+    ],
+)
+def test_beliefs_may_be_merged(model: CPOMDP, horizon: int) -> None:
+    t = tables(model)
+    C = len(t.prior)
+    for prior in (t.prior, np.arange(1.0, C + 1) / np.arange(1.0, C + 1).sum()):
+        by_history = expectimax(t, prior[:, None] * t.initial, horizon)
+        assert solve(t, horizon, prior).value == pytest.approx(by_history, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "model", [LineGrid(), LineGrid(**LOPSIDED), ContextualTiger(), ContextualTiger(**DEAF)]
+)
+def test_tables_are_probabilities(model: CPOMDP) -> None:
+    t = tables(model)
+    assert t.prior.sum() == pytest.approx(1)
+    for table in (t.initial, t.transition, t.observation):
+        assert (table >= 0).all()
+        np.testing.assert_allclose(table.sum(-1), 1)
+
+
+@pytest.mark.parametrize("horizon", [4, 7, 10])
+def test_line_grid_senses_until_it_must_go(horizon: int) -> None:
+    """Moving and collecting leave T - 4 reports; the majority decides, and a tie is not worth the risk."""
+    n = horizon - 4
+    binomial = [comb(n, k) * 0.85**k * 0.15 ** (n - k) for k in range(n + 1)]
+    right = sum(p for k, p in enumerate(binomial) if 2 * k > n)
+    wrong = sum(p for k, p in enumerate(binomial) if 2 * k < n)
+    assert solve(tables(LineGrid()), horizon).value == pytest.approx(20 * right - 40 * wrong)
+
+
+def test_line_grid_for_those_who_are_certain() -> None:
+    t = tables(LineGrid())
+    np.testing.assert_allclose(fixed_context_values(t, 10), (20 - 40) / 2)
+    assert known_context_value(t, 10) == pytest.approx(20)
+
+
+def test_random_policies() -> None:
+    assert random_value(tables(ContextualTiger()), 10) == pytest.approx(10 * (-1 + 10 - 100) / 3)
+    # Out of three cells, a random walker gets to an end by its first t steps with probability 1 - 3^-t.
+    assert random_value(tables(LineGrid(**SMALL_GRID)), 4) == pytest.approx((1 - 3.0**-3) * (20 - 40) / 2)
+
+
+@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])
+def test_knowing_more_is_worth_more(model: CPOMDP) -> None:
+    t = tables(model)
+    plan = solve(t, model.horizon)
+    assert evaluate(t, plan) == pytest.approx(plan.value, abs=1e-9)
+    assert random_value(t, model.horizon) < plan.value
+    assert fixed_context_values(t, model.horizon).max() < plan.value
+    assert plan.value < known_context_value(t, model.horizon)
+    for c, certain in enumerate(np.eye(len(t.prior))):
+        own = solve(t, model.horizon, certain).value
+        assert value(t, model.horizon, certain, certain) == pytest.approx(own, abs=1e-9), c
+        assert evaluate(t, plan, certain) <= own + 1e-9
+
+
+def test_what_the_agent_thinks_impossible_teaches_it_nothing() -> None:
+    """A perfect sensor, and an agent that is certain of the wrong context."""
+    t = tables(LineGrid(accuracy=1.0))
+    assert value(t, 10, [1, 0], [0, 1]) == pytest.approx(-40)
+    assert solve(t, 10).value == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    "model", [LineGrid(), LineGrid(8, **LOPSIDED), ContextualTiger(), ContextualTiger(6, **DEAF)]
+)
+def test_simulated_returns(model: CPOMDP) -> None:
+    t, T = tables(model), model.horizon
+    contexts = np.eye(len(t.prior))
+    rational, certain = solve(t, T), solve(t, T, contexts[-1])
+    for policy, expected in (
+        (rational, rational.value),
+        (certain, evaluate(t, certain)),
+        (RandomPolicy(model.num_actions), random_value(t, T)),
+    ):
+        episodes = simulate(model, policy, 6000, contexts="balanced", seed=0)
+        assert episodes.returns is not None
+        assert_mean(episodes.returns, expected, type(policy).__name__, limit=3)
+    # By context: the mean over all of them does not know which is which.
+    for c, context in enumerate(contexts):
+        returns = simulate(model, certain, 4000, contexts=c, seed=1).returns
+        assert returns is not None
+        assert_mean(returns, evaluate(t, certain, context), f"certain, in context {c}", limit=3)
+
+
+class Wanderer:
+    """Keeps a plan's memory, but acts at random."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.start = plan, plan.start
+        self.beliefs: list[Reals] = []  # T × [B, C, S]
+
+    def act(self, history: History, memory: Indices) -> tuple[Tensor, Indices]:
+        _, n = self.plan.act(history, memory)
+        self.beliefs.append(self.plan.beliefs[history.time][n])
+        return torch.randint(self.plan.qualities[0].shape[1], n.shape), n
+
+
+@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])
+def test_remembered_beliefs_are_by_bayes_rule_whatever_is_done(model: CPOMDP) -> None:
+    t = tables(model)
+    wanderer = Wanderer(solve(t, model.horizon))
+    episodes = simulate(model, wanderer, 20, seed=0)
+    for i in range(20):
+        p = t.prior[:, None] * t.initial  # [C, S]
+        for time in range(model.horizon):
+            np.testing.assert_allclose(wanderer.beliefs[time][i], p / p.sum(), atol=1e-9)
+            a = int(episodes.actions[i, time])
+            p = np.einsum("cs,cst->ct", p, t.transition[:, a])
+            if bool(episodes.observed[t.sites[0]][i, time]):
+                says = "".join(str(int(episodes.observations[site][i, time])) for site in t.sites)
+                p = p * t.observation[:, a, :, 1 + int(says, 2)]
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="LightDark"):
+        tables(LightDark())
