@@ -123,6 +123,11 @@ class Estimator(Protocol):
         ...
 
     @property
+    def warm_up(self) -> float:
+        """For how much of the fit, from 0 to 1, the critic learns alone."""
+        ...
+
+    @property
     def max_gradient_norm(self) -> float | None:
         """Longer gradients are shortened to this; None leaves them."""
         ...
@@ -155,6 +160,7 @@ class Reinforce:
     max_gradient_norm: float | None = None
     epochs: int = field(default=1, init=False)
     random_actions: float = field(default=0.0, init=False)
+    warm_up: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         _require_norm(self.max_gradient_norm)
@@ -198,6 +204,8 @@ class ActorCritic:
         value_weight: Of the critic's squared error, in units of the values' spread.
         context_weight: Of the critic's cross-entropy on contexts.
         state_weight: Of the critic's squared error on states, in units of their spread.
+        warm_up: For how much of the fit, from 0 to 1, the critic learns alone. A policy that is good already
+            is spoiled by what a critic says that knows nothing yet.
         max_gradient_norm: Longer gradients are shortened to this; None leaves them.
     """
 
@@ -209,11 +217,13 @@ class ActorCritic:
     value_weight: float = 0.5
     context_weight: float = 1.0
     state_weight: float = 1.0
+    warm_up: float = 0.0
     max_gradient_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
         require_count("epochs", self.epochs)
         require(0 <= self.trace <= 1, "trace", self.trace, "between 0 and 1")
+        require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "from 0 to less than 1")
         require(self.clip > 0, "clip", self.clip, "a positive number")
         _require_norm(self.max_gradient_norm)
         as_schedule("exploration", self.exploration)

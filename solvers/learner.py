@@ -214,6 +214,8 @@ class Learner:
                 raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {term.item()}")
         self.optimizer.zero_grad()
         torch.stack(list(terms.values())).sum().backward()
+        if self.progress < self.estimator.warm_up:
+            self.policy.zero_grad()
         longest = self.estimator.max_gradient_norm
         norm = float(nn.utils.clip_grad_norm_(self.parameters, math.inf if longest is None else longest))
         if not math.isfinite(norm):
