@@ -307,7 +307,7 @@ def evaluate(
                 least = "" if i + len(seen) == len(numbers) else "at least "
                 raise TooManyHistoriesError(
                     f"the policy meets {least}{count} histories at time {t + 1}, and max_histories = {most}: "
-                    "shorten the horizon, or allow more"
+                    "shorten the horizon, or raise max_histories"
                 )
         numbers, weights, beliefs = (np.concatenate(arrays) for arrays in zip(*grown, strict=True))
 

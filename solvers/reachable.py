@@ -72,7 +72,7 @@ class _Distinct:
             least = "" if finished else "at least "
             raise TooManyBeliefsError(
                 f"{least}{len(keys)} beliefs can be reached at time {self.time}, and "
-                f"max_beliefs = {self.most}: shorten the horizon, or allow more"
+                f"max_beliefs = {self.most}: shorten the horizon, or raise max_beliefs"
             )
         self.parts = [(keys, beliefs, possible)]
         return Layer(beliefs, possible), keys

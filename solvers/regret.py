@@ -109,6 +109,18 @@ class Decomposition:
         """Regret summed up to every episode, `[R, K]`."""
         return np.asarray(self.data["regret"].cumsum("episode").values)
 
+    @property
+    def eta(self) -> float:
+        """The largest η with `H(C | H_{k-1}) ≤ I_k / η` for all k, both taken as means over runs.
+
+        Episodes whose mean entropy is within four standard errors of zero do not count, nor do those with a
+        negligible one; see `estimate_eta`. The standard error is that of a single run's information, on
+        average: runs may share it.
+        """
+        means = self.data[["entropy", "information", "information_error"]].mean("run")
+        entropies, gained, errors = (means[name].values for name in means.data_vars)
+        return estimate_eta(entropies, gained, information_errors=errors)
+
     def __str__(self) -> str:
         names = ["regret", "delta", "i1", "i2", "information", "entropy"]
         means = self.data[names].mean("run")
@@ -156,7 +168,8 @@ def decompose(
             temperature 0. Left out, the model must be finite.
         optima: From `context_known_values`, which is called with `best` if left out.
         num_episodes: How many to play for each posterior and context, at least 2.
-        likelihood: For information: a backend or its name; the most exact if left out.
+        likelihood: For information: a backend or its name. Left out, it is the most exact, which for
+            continuous states takes its time; `"smc"` is several times as fast, and noisier.
         exact: Whether to value policies by going through all their histories, instead of playing.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.

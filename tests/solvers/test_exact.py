@@ -54,6 +54,7 @@ MACHINES = [
     Awake(3),
     Awake(4, C=3, N=3, horizon=2),
     Awake(5, K=3, horizon=2),
+    Awake(38, C=3, horizon=2),  # the last observation may contradict a belief that excludes a context
 ]
 
 
@@ -268,11 +269,11 @@ class Wanderer:
 
     def __init__(self, best: Plan) -> None:
         self.best, self.start = best, best.start
-        self.contexts: list[torch.Tensor] = []  # P(c | h_t), T × [B, C]
+        self.beliefs: list[torch.Tensor] = []  # P(c, s | h_t), T × [B, C, N]
 
     def act(self, history: History, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         action, n = self.best.act(history, memory)
-        self.contexts.append(self.best.beliefs[history.time][n].sum(-1))
+        self.beliefs.append(self.best.beliefs[history.time][n])
         A = self.best.qualities[0].shape[1]
         return torch.randint(A, action.shape), n
 
@@ -282,7 +283,7 @@ def test_remembered_beliefs_are_the_filters_whatever_is_done(model: CPOMDP) -> N
     wanderer = Wanderer(plan(model))
     episodes = simulate(model, wanderer, 200, seed=0)
     posterior = ObservableOperator().run(model, episodes).posterior()[:, :-1]
-    np.testing.assert_allclose(torch.stack(wanderer.contexts, 1), posterior, atol=1e-6)
+    np.testing.assert_allclose(torch.stack(wanderer.beliefs, 1).sum(-1), posterior, atol=1e-6)
 
 
 # Priors that exclude a context.
@@ -302,16 +303,33 @@ def test_what_it_holds_impossible_teaches_it_nothing() -> None:
         np.testing.assert_allclose(returns, expected)
 
 
+def believed(model: Machine, prior: Reals, path: Path) -> Reals:
+    """`P(c, s | h)` `[C, N]` by Bayes' rule, which learns nothing from what it holds impossible."""
+    b, a = prior[:, None] * model.tables["initial"], None
+    for i, symbol in enumerate(path):
+        if i % 2:
+            a = symbol
+            b = np.einsum("cs,cst->ct", b, model.tables["transition"][:, a])
+            continue
+        joint = b * model.chances(a)[:, :, symbol]
+        b = joint / joint.sum() if joint.sum() > 0 else b
+    return b
+
+
 @pytest.mark.parametrize("model", MACHINES, ids=name)
-def test_beliefs_that_only_the_excluded_contexts_lead_to_are_there(model: Machine) -> None:
+def test_wrong_beliefs_are_kept_when_they_are_contradicted(model: Machine) -> None:
     """The machines' tables have zeros, so that a wrong belief is contradicted all the time."""
-    for prior in np.eye(model.num_contexts):
-        certain = plan(model, prior=prior)
-        assessed = evaluate(model, certain, prior=prior)
-        np.testing.assert_allclose(assessed.returns, certain.returns, atol=1e-9)
+    for prior in (np.array(p) for p in (EXCLUDING[model.num_contexts], *np.eye(model.num_contexts))):
         for c in range(model.num_contexts):
-            returns = simulate(model, Wanderer(certain), 100, contexts=c, seed=c).returns
-            assert returns is not None
+            wanderer = Wanderer(plan(model, prior=prior))
+            episodes = simulate(model, wanderer, 30, contexts=c, seed=c)
+            first = episodes.initial_observations
+            for i, t in product(range(30), range(model.horizon)):
+                path = [0 if first is None else int(first["o"][i])]
+                for before in range(t):
+                    path += [int(episodes.actions[i, before]), int(episodes.observations["o"][i, before])]
+                expected = believed(model, prior, tuple(path))
+                np.testing.assert_allclose(wanderer.beliefs[t][i], expected, atol=1e-9)
 
 
 class Doubt(CPOMDP):
@@ -359,13 +377,13 @@ def test_what_is_nearly_impossible_is_not_merged_with_what_is() -> None:
 # Any policy.
 
 
-def histories(model: Machine, act: Callable[[Path], list[float]]) -> tuple[Reals, Reals]:
-    """Returns `[C]` and `P(y | c)` `[Y, C]` of a random policy, by recursion over histories."""
-    ends: list[Reals] = []
+def histories(model: Machine, act: Callable[[Path], list[float]]) -> tuple[Reals, dict[Path, Reals]]:
+    """Returns `[C]` and `P(y | c)` `[C]` by path of a random policy, by recursion over histories."""
+    ends: dict[Path, Reals] = {}
 
     def follow(p: Reals, path: Path, steps: int) -> Reals:
         if not steps:
-            ends.append(p.sum(1))
+            ends[path] = p.sum(1)
             return np.zeros(len(p))
         returns = np.zeros(len(p))
         for a, chance in enumerate(act(path)):
@@ -379,7 +397,7 @@ def histories(model: Machine, act: Callable[[Path], list[float]]) -> tuple[Reals
     first = model.chances(None)
     start = [model.tables["initial"] * first[:, :, o] for o in range(first.shape[-1])]
     returns = sum(follow(p, (o,), model.horizon) for o, p in enumerate(start))
-    return np.asarray(returns), np.stack(ends)
+    return np.asarray(returns), ends
 
 
 def moody(path: Path) -> list[float]:
@@ -406,13 +424,21 @@ class Moody:
 
 @pytest.mark.parametrize("model", [m for m in MACHINES if m.num_actions == 2], ids=name)
 def test_any_policy_is_evaluated_exactly(model: Machine) -> None:
-    for prior in (model.context_prior, EXCLUDING[model.num_contexts]):
-        returns, likelihood = histories(model, moody)
+    returns, likelihood = histories(model, moody)
+    for prior in (np.array(p) for p in (model.context_prior, EXCLUDING[model.num_contexts])):
         ours = evaluate(model, Moody(), prior=prior)
         np.testing.assert_allclose(ours.returns, returns, atol=1e-12)
-        assert ours.information == pytest.approx(information(np.array(prior), likelihood), abs=1e-9)
-        assert ours.expected_return == pytest.approx(float(np.array(prior) @ returns))
-        np.testing.assert_allclose(ours.endings.probabilities.sum(0), 1, atol=1e-12)
+        told = information(prior, np.stack(list(likelihood.values())))
+        assert ours.information == pytest.approx(told, abs=1e-9)
+        assert ours.expected_return == pytest.approx(float(prior @ returns))
+        left = ours.endings.probabilities.clone()
+        for path, p in likelihood.items():
+            if p.any():
+                posterior = torch.as_tensor(believed(model, prior, path).sum(1))
+                m = int((ours.endings.posteriors - posterior).abs().amax(1).argmin())
+                np.testing.assert_allclose(ours.endings.posteriors[m], posterior, atol=1e-9)
+                left[m] -= torch.as_tensor(p)
+        np.testing.assert_allclose(left, 0, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", [LineGrid(6), LineGrid(5, **LOPSIDED), ContextualTiger(4)], ids=name)

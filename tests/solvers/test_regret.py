@@ -484,6 +484,10 @@ def test_played_parts_against_exact_ones(best):
     assert np.isnan(data["ratio"].values[0, 2])  # it is sure, and has nothing to find out
     assert np.isnan(data["ratio_error"].values[0, 2])
     np.testing.assert_allclose(data["ratio"].values[1, 1], data["delta"][1, 1] / data["information"][1, 1])
+    # Where it is sure of the true context, V̄ is the true value; where it is not, errors of both count.
+    assert float(data["i2"][0, 2]) == float(data["i2_error"][0, 2]) == 0
+    regrets = data["regret_error"].values[:, 0]  # of V in either context, as the optima are exact
+    np.testing.assert_allclose(data["i2_error"][0, 0], np.hypot(*regrets) / 2)
     assert list(data["context"].values) == ["detector right", "detector left"]
     assert "means over 2 runs" in str(found)
 
@@ -494,6 +498,11 @@ def test_exact_parts():
     for name, expected in exact_parts(model, tau).items():
         np.testing.assert_allclose(found.data[name], expected, atol=1e-4, err_msg=name)
         assert (found.data[f"{name}_error"] == 0).all()
+    p = POSTERIORS.double().numpy()
+    entropies = -(p * np.log(np.where(p > 0, p, 1))).sum(-1).mean(0)  # [K]
+    assert found.eta == pytest.approx(
+        (exact_parts(model, tau)["information"].mean(0) / entropies).min(), abs=1e-4
+    )
 
 
 def test_a_policy_against_itself():
