@@ -47,7 +47,7 @@ def light_dark(num_runs: int, num_episodes: int, iterations: int | None) -> None
     }
 
     optimum = float(model.prior() @ regret.context_known_values(model).values.float())
-    print(f"\nLight–Dark, {num_runs} runs of {num_episodes} episodes; told the context, {optimum:.2f} an episode")
+    print(f"\nLight–Dark, {num_runs} runs of {num_episodes} episodes; told the context: {optimum:.2f}")
     print(f"{'':<22}{'regret of episode':^40}{'in all':^16}{'sure and right after':^24}")
     print(f"{'':<22}{'1':>12}{'2':>9}{'3':>9}{'5 and on':>10}{'':<16}{'1':>8}{'2':>8}{'3 episodes':>11}")
     for name, run in runs.items():
@@ -63,7 +63,13 @@ def light_dark(num_runs: int, num_episodes: int, iterations: int | None) -> None
 
     run, tau = runs["C-IDS"], solution.history["temperature"].values[-1]
     parts = regret.decompose(
-        model, solution.policy, run.posteriors[:, :-1], run.contexts, best=greedy.policy, progress=True
+        model,
+        solution.policy,
+        run.posteriors[:, :-1],
+        run.contexts,
+        best=greedy.policy,
+        likelihood="smc",
+        progress=True,
     )
     print(f"\nC-IDS, what regret is made of: {parts}")
     mean = parts.data.mean("run")
@@ -108,6 +114,18 @@ def finite() -> None:
     plot_ratio(ratios, 1.0).savefig(OUT / "ratio.png", dpi=130)
 
 
+def learned(iterations: int | None) -> None:
+    """How far a learned policy is from what Lemma 3.3 asks of the maximiser."""
+    model, tau = LineGrid(horizon=6), 1.0
+    solution = cids.fit(
+        model, prior="dirichlet", likelihood="exact", temperature=tau, iterations=iterations, seed=0
+    )
+    print(f"\n{type(model).__name__}, T = {model.horizon}, τ = {tau}: the learned policy, valued exactly")
+    print(regret.exact_regret(model, 4, temperature=tau, policy=solution.policy, progress=True))
+    print("and the exact maximiser")
+    print(regret.exact_regret(model, 4, temperature=tau))
+
+
 def main() -> None:
     """Light–Dark by simulation, the finite models exactly."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,6 +137,7 @@ def main() -> None:
     torch.set_num_threads(1)  # tensors are small here: threads would mostly wait for each other
     OUT.mkdir(parents=True, exist_ok=True)
     finite()
+    learned(options.iterations)
     light_dark(options.runs, options.episodes, options.iterations)
     print(f"\nfigures: {OUT}")
 

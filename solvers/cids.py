@@ -205,9 +205,9 @@ def fit(
 
 RESOLVING: dict[str, Any] = {
     "iterations": 100,
-    "learning_rate": Linear(1e-3, 1e-4),
+    "learning_rate": Geometric(5e-3, 3e-4, until=0.6),  # large only while the critic learns alone
     "temperature": 0.5,
-    "estimator": ActorCritic(random_actions=0.0),
+    "estimator": ActorCritic(random_actions=0.0, exploration=0.0, warm_up=0.5),
 }
 """How a policy is fitted further to a new posterior, unless the caller knows better."""
 

@@ -11,11 +11,15 @@ from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, STYLES, TRUTH
 from cpomdp_ppl.errors import require, require_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike, NDArray
+    from torch import Tensor
 
     from solvers.bound import Bound
+    from solvers.run import Run
 
 SIZE = (6.2, 4.2)
 
@@ -97,6 +101,48 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
     axis.axhline(temperature, color=TRUTH, ls="dashed", lw=1.4, label=f"τ = {temperature:g}")
     axis.set(xlabel="episode k", ylabel="information ratio Δ / I (reward per nat)")
     _finish(figure, axis)
+    return figure
+
+
+def plot_run(run: Run, optima: Sequence[float] | Tensor | None = None) -> Figure:
+    """What a run earned and found out: returns, or regret where it can be told, and the posterior.
+
+    Args:
+        run: From `cids.run`.
+        optima: What an agent earns that is told the context, `[C]`; as for `Run.regret`.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> from solvers import cids
+        >>> done = cids.run(LineGrid(), 0, 2, solution=RandomPolicy(3), likelihood="exact", progress=False)
+        >>> len(plot_run(done).axes)
+        2
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(2 * SIZE[0], SIZE[1]), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    known = run.contexts is not None
+    if known:
+        _lines(left, "run", {"mean": run.regret(optima).nan_to_num(0.0).cumsum(1).numpy()})
+    else:
+        _lines(left, "run", {"mean": run.returns.numpy()})
+    left.set(xlabel="episode k", ylabel="cumulative regret" if known else "return")
+    after = np.arange(run.num_episodes + 1)
+    if known:
+        curves = {"belief in the true context": run.true_probability.numpy()}
+    else:
+        curves = {name: run.posteriors[..., c].numpy() for c, name in enumerate(run.model.context_names)}
+    for i, (name, probability) in enumerate(curves.items()):
+        right.plot(after, probability.T, color=_colour(i), lw=0.7, alpha=min(1.0, 20 / len(probability)))
+        right.plot(after, probability.mean(0), color=_colour(i), lw=2.0, label=name)
+    right.set(xlabel="episodes played", ylabel="posterior probability", ylim=(-0.03, 1.03))
+    for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.legend(frameon=False)
+        axis.grid(alpha=0.3)
     return figure
 
 

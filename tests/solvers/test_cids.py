@@ -615,3 +615,21 @@ def test_nothing_outside_the_directory_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cids.fit(LineGrid(), **SHORT)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_while_the_critic_warms_up_the_policy_stays_as_it_is():
+    model = LineGrid()
+    first = LSTMPolicy(model, hidden=8, seed=1)
+    before = {name: weight.clone() for name, weight in first.state_dict().items()}
+    still, moved = [], []
+
+    def watch(iteration, measured, policy):
+        same = all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
+        (still if same else moved).append(iteration)
+
+    settings = {"likelihood": "exact", "iterations": 5, "batch_size": 20, "seed": 0, "progress": False}
+    cids.fit(model, policy=first, estimator=ActorCritic(warm_up=0.5), callbacks=[watch], **settings)
+    assert still == [1, 2]  # progress 0 and 1/4
+    assert moved == [3, 4, 5]
+    with pytest.raises(ValueError, match="warm_up"):
+        ActorCritic(warm_up=1.0)

@@ -327,3 +327,18 @@ def test_an_environment_that_answers_oddly_is_named():
             cids.run(LineGrid(), Odd(outcome), 1, solution=RandomPolicy(3), **QUICK)
     with pytest.raises(ValueError, match="by site"):
         cids.run(ContextualTiger(), Odd((1.0, 1.0, False)), 1, solution=RandomPolicy(3), **QUICK)
+
+
+def test_pictures_of_a_run():
+    """Regret and belief in the truth where contexts are known; returns and all beliefs where they are not."""
+    model = LightDark(horizon=4)
+    settings = {"solution": RandomPolicy(3), "likelihood": "ekf", "seed": 0, "progress": False}
+    known = cids.run(model, [0, 1, 0], 3, **settings).plot()
+    left, right = known.axes
+    assert left.get_ylabel() == "cumulative regret"
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["belief in the true context"]
+    run = cids.run(model, Corridor(True, 7, steps=4), 3, **settings)
+    left, right = run.plot().axes
+    assert left.get_ylabel() == "return"
+    np.testing.assert_allclose(left.lines[0].get_ydata(), run.returns[0])
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["light right", "light left"]
