@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy
-from cpomdp_ppl.errors import require_count, require_model
+from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import checked, inferring, initial_step, steps
 from cpomdp_ppl.inference.filtering import log_normalised
@@ -183,7 +183,7 @@ def record(
     Args:
         model: The CPOMDP.
         policy: Who acts.
-        num_episodes: How many episodes B, contexts balanced.
+        num_episodes: How many episodes B, contexts that the prior holds possible equally often.
         likelihood: The filter behind beliefs: a backend or its name.
         num_particles: How many draws M from the belief under each context to keep, at most.
         num_outcomes: How many outcomes of each action are tried to see what it would tell.
@@ -210,9 +210,13 @@ def record(
     number = secrets.randbits(32) if seed is None else int(seed)
     seeds = [int(n) for n in np.random.SeedSequence(number).generate_state(3)]
     backend = as_backend(likelihood)
-    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, B).to(model.device)
+    C = model.num_contexts
+    p = as_prior(model.prior().detach() if prior is None else prior, C, B).to(model.device)
+    require(p.dim() == 1, "prior", list(p.shape), f"shape [{C}]")
+    possible = p.nonzero().squeeze(1)
+    contexts = possible[torch.arange(B, device=model.device) % len(possible)]
     watched = Watched(as_policy(policy), model.num_actions)
-    episodes = simulate(model, watched, B, contexts="balanced", prior=p, seed=seeds[0])
+    episodes = simulate(model, watched, B, contexts=contexts, prior=p, seed=seeds[0])
     sketch = _Sketch(model, episodes, num_particles)
     rewards, told, log_posterior = [], [], []
     with inferring(model, seeds[1]):
@@ -220,7 +224,7 @@ def record(
         belief = recursion.start(B)
         # What is drawn for show has a stream of its own: the filter does what it would do without.
         show = RandomStream(seeds[2])
-        total = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
+        total = torch.zeros(C, B, dtype=torch.float64, device=model.device)
         if model.initial_observation:
             first = initial_step(episodes, 0)
             belief, increment = recursion.look(belief, first)
