@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +35,7 @@ RECORD = "run.json"
 FIGURES = "figures"
 PACKAGES = ("torch", "pyro-ppl", "numpy", "arviz", "cpomdp-ppl")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FULL = ("No space left on device", "PytorchStreamWriter failed writing", "inline_container.cc")
+FULL = ("No space left on device", "PytorchStreamWriter failed writing", ". unexpected pos ")
 """What libraries say when there is no space, if not in the system's own way."""
 
 KEYS: dict[str, type] = {
@@ -207,8 +207,8 @@ class RunFolder:
         return _read_json(self.path / name)
 
     def write_table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Write a CSV file of columns, all of one length; None becomes an empty cell."""
-        rows = list(zip(*columns.values(), strict=True))
+        """Write a CSV file of columns, all of one length; None and NaN become empty cells."""
+        rows = [["" if cell != cell else cell for cell in row] for row in zip(*columns.values(), strict=True)]
 
         def save(file: Path) -> None:
             with file.open("w", newline="", encoding="utf-8") as lines:
@@ -281,6 +281,13 @@ class RunFolder:
         if not self.finished:
             self.record = {**self.record, "finished": True}
             self._write_record()
+
+    def discard(self) -> None:
+        """Remove the folder, if `run.json` is all that is in it: of a run that never got anywhere."""
+        if not self.contents:
+            (self.path / RECORD).unlink(missing_ok=True)
+            with suppress(OSError):  # a hidden file of someone else's, perhaps
+                self.path.rmdir()
 
     def _write_record(self) -> None:
         self.write_json(RECORD, self.record)
