@@ -73,6 +73,15 @@ def test_probabilities_of_finite_states(kind):
     assert torch.equal(part.true[..., 0], recording.episodes.states)
 
 
+def test_many_finite_states_are_numbers_on_a_line():
+    model = LineGrid(horizon=3, num_cells=101, start=50)
+    (part,) = record(model, fixed_actions(0, 1, 1), num_episodes=2, num_particles=5, num_outcomes=1).parts
+    assert part.kind == "line"
+    assert part.probabilities is None
+    assert part.true[0, :, 0].tolist() == [50, 49, 50, 51]
+    assert bool((part.cloud == part.true[:, :, None, None]).all())  # nothing is random here
+
+
 def test_frequencies_of_particles_stand_for_probabilities():
     """By the particle filter, probabilities of states are those of the exact one, up to its noise."""
     model, N = ContextualTiger(horizon=3), 4000
