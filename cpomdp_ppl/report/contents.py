@@ -25,8 +25,11 @@ CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Tempera
 MOST_POINTS = 500
 """Of a curve; of longer ones, means of neighbours are shown."""
 
-MOST_ROWS = 12
+MOST_ROWS = 6
 """Of R-hat, the worst first."""
+
+RHAT_COLUMNS = {"mean": None, "sd": None, "ess_bulk": 0, "ess_tail": 0, "r_hat": 3}
+"""What is shown beside the name of a quantity, and with how many decimals, if that matters."""
 
 GOOD_RHAT = 1.01
 """Chains whose R-hat is below this agree (Vehtari and others, 2021)."""
@@ -172,12 +175,11 @@ def _table(folder: RunFolder, name: str) -> dict[str, Any]:
 def _rhat(folder: RunFolder) -> dict[str, Any] | None:
     """R-hat, the worst rows first, and in a sentence."""
     table = _table(folder, RHAT)
-    wanted = [k for k, name in enumerate(table["columns"]) if name.lower().replace("_", "") == "rhat"]
-    rows: list[list[Any]] = table["rows"]
-    if not wanted or not rows:
+    titles: list[str] = table["columns"]
+    if "r_hat" not in titles:
         return None
-    k = wanted[0]
-    known = [row for row in rows if isinstance(row[k], float | int)]
+    k = titles.index("r_hat")
+    known: list[list[Any]] = [row for row in table["rows"] if isinstance(row[k], float | int)]
     if not known:
         return None
     known.sort(key=lambda row: -row[k])
@@ -186,7 +188,13 @@ def _rhat(folder: RunFolder) -> dict[str, Any] | None:
     sentence = f"R-hat is {known[0][k]:.3f} at most; {agree} at or below {GOOD_RHAT}, where chains agree."
     if len(known) > MOST_ROWS:
         sentence += f" The {MOST_ROWS} highest:"
-    return {"columns": table["columns"], "rows": known[:MOST_ROWS], "sentence": sentence}
+    shown = [0, *(i for i, title in enumerate(titles) if i and title in RHAT_COLUMNS)]
+    return {
+        "columns": [titles[i] for i in shown],
+        "rows": [[row[i] for i in shown] for row in known[:MOST_ROWS]],
+        "decimals": [RHAT_COLUMNS.get(titles[i]) for i in shown],
+        "sentence": sentence,
+    }
 
 
 def _number(text: str) -> float:

@@ -106,7 +106,8 @@ def write_report(
             progress=progress,
         )
         data["player"] = recording.as_dict()
-        while len(_json(data["player"])) > room - FIGURES_SHARE and len(recording.episodes) > 1:
+        share = FIGURES_SHARE if opened.figures else 0
+        while len(_json(data["player"])) > room - share and len(recording.episodes) > 1:
             recording = recording.first(len(recording.episodes) // 2)
             data["player"] = recording.as_dict()
         room -= len(_json(data["player"]))

@@ -37,6 +37,9 @@ def report(path, model, policy=None, *, results=True, **settings):
         steps = range(1, 41)
         columns = {"return": [k / 10 for k in steps], "temperature": [3 / k for k in steps]}
         folder.write_table("history.csv", {"iteration": steps, **columns})
+        folder.write_table(
+            "rhat.csv", {"quantity": ["a", "b"], "ess_bulk": [401.25, 7.0], "r_hat": [1.0, 1.5]}
+        )
     folder.finish()
     return write_report(path, model=model, policy=policy, num_episodes=4, num_particles=40, **settings)
 
@@ -76,7 +79,9 @@ def clock(browser):
 
 def test_it_draws_everything_and_loads_nothing(page, light_dark, tmp_path):
     sections = page.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "player", "convergence", "configuration"]
+    assert sections == ["headline", "player", "convergence", "diagnostics", "configuration"]
+    cells = page.evaluate("[...document.querySelectorAll('#diagnostics td')].map((each) => each.textContent)")
+    assert cells == ["b", "7", "1.500", "a", "401", "1.000"]
     assert page.requests == [light_dark.absolute().as_uri()]
     assert text(page, "h1") == "LightDark"
     assert page.evaluate("document.querySelectorAll('#convergence svg path').length") >= 2
@@ -239,6 +244,6 @@ def test_a_page_without_episodes(browser, tmp_path):
     browser.complaints.clear()
     browser.open(report(tmp_path / "run", LineGrid()))
     sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "convergence", "configuration"]
+    assert sections == ["headline", "convergence", "diagnostics", "configuration"]
     browser.press("ArrowRight")
     assert browser.complaints == []

@@ -80,7 +80,10 @@ def full(tmp_path):
     folder.write_json("evaluation.json", evaluate(LineGrid(), RandomPolicy(3), 50, seed=0).as_dict())
     folder.write_table("comparison.csv", {"policy": ["random", "cids"], "return": [-1.5, 12.25]})
     folder.write_table("history.csv", HISTORY)
-    folder.write_table("rhat.csv", {"quantity": ["a", "b", "c"], "r_hat": [1.001, 1.2, None]})
+    folder.write_table(
+        "rhat.csv",
+        {"quantity": ["a", "b", "c"], "hdi_3%": [0, 0, 0], "sd": [1, 2, 3], "r_hat": [1.001, 1.2, None]},
+    )
     figure = Figure()
     figure.subplots().plot([0, 1])
     folder.write_figure("contexts", figure)
@@ -107,7 +110,7 @@ def test_everything_is_on_the_page(full):
     assert returns["values"] == [-3.0, 0.5, 4.0]
     assert returns["reference"] == 20.0  # the high-value target, for who is told where it is
     assert entropy["values"] == [0.9, None, 0.4]
-    assert data["diagnostics"]["rhat"]["rows"] == [["b", 1.2], ["a", 1.001]]
+    assert data["diagnostics"]["rhat"]["rows"] == [["b", 2, 1.2], ["a", 1, 1.001]]
     assert "1.200 at most; 1 of 2 are" in data["diagnostics"]["rhat"]["sentence"]
     (figure,) = data["diagnostics"]["figures"]
     kind, encoded = re.fullmatch(r"data:image/(svg\+xml|png);base64,(.*)", figure["source"]).groups()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import CPOMDP, RandomPolicy
-from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
+from cpomdp_ppl.inference import ObservableOperator, ParticleFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import record
 from cpomdp_ppl.report.recording import MOST_COMPONENTS, MOST_NUMBERS
@@ -44,6 +44,19 @@ def test_beliefs_and_rewards_are_those_of_the_filter(kind):
     expected = (posterior[:, :-1] * filtering.expected_reward).sum(-1)  # of the actions taken
     taken = recording.expected_reward.gather(2, recording.episodes.actions[..., None]).squeeze(-1)
     torch.testing.assert_close(taken, expected)
+
+
+@pytest.mark.parametrize("likelihood", ["ekf", "ukf", "grid"])
+def test_trying_outcomes_leaves_no_trace_in_the_filter(likelihood):
+    """Filters that draw nothing believe what they believe without the outcomes that were tried in between."""
+    model = LightDark(horizon=8)
+    recording = record(
+        model, RandomPolicy(3), num_episodes=4, likelihood=likelihood, num_particles=5, num_outcomes=3, seed=6
+    )
+    filtering = as_backend(likelihood).run(model, recording.episodes)
+    torch.testing.assert_close(recording.posterior, filtering.posterior())
+    torch.testing.assert_close(recording.parts[0].mean[..., 0], filtering.state_mean)
+    torch.testing.assert_close(recording.parts[0].deviation[..., 0], filtering.state_variance.sqrt())
 
 
 def test_the_filter_does_what_it_would_do_unwatched():
