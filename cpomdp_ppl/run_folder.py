@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 import subprocess
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -283,11 +283,13 @@ class RunFolder:
             self._write_record()
 
     def discard(self) -> None:
-        """Remove the folder, if `run.json` is all that is in it: of a run that never got anywhere."""
-        if not self.contents:
-            (self.path / RECORD).unlink(missing_ok=True)
-            with suppress(OSError):  # a hidden file of someone else's, perhaps
-                self.path.rmdir()
+        """Remove the folder, if `run.json` is the only file in it: of a run that never got anywhere."""
+        inside = sorted(self.path.rglob("*"), reverse=True)  # what is in a folder comes before it
+        if [path for path in inside if not path.is_dir()] == [self.path / RECORD]:
+            (self.path / RECORD).unlink()
+            for folder in [path for path in inside if path.is_dir()]:
+                folder.rmdir()
+            self.path.rmdir()
 
     def _write_record(self) -> None:
         self.write_json(RECORD, self.record)

@@ -218,6 +218,12 @@ def test_a_prior_of_another_length(capsys):
     assert not list(Path("runs").iterdir())
 
 
+def test_a_backend_that_does_not_serve_the_model(capsys):
+    said = refused(capsys, "fit", "cpomdp_ppl.models:LightDark", "--likelihood", "exact", "--quiet")
+    assert "exact: LightDark does not say that it has finitely many states" in said
+    assert not list(Path("runs").iterdir())  # not even a folder
+
+
 def test_what_goes_wrong_in_a_users_file_is_said(elsewhere, capsys):
     Path("half.py").write_text("class Coin(\n")
     assert "half.py cannot be imported: SyntaxError" in refused(capsys, "check", "half.py:Coin")
@@ -335,7 +341,7 @@ def test_a_full_disk(elsewhere, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:  # the first file that torch writes is the checkpoint
         patch.setattr(torch, "save", torch_full)
-        assert "the disk is full" in refused(capsys, *words)
+        assert "the disk is full: here could not be written" in refused(capsys, *words)
     assert main(words) == 0
     assert read("here/run.json")["finished"] is True
 

@@ -246,6 +246,7 @@ def test_a_run_that_got_nowhere_can_be_discarded(tmp_path):
     folder.discard()
     assert files(tmp_path) == ["run/a.json", "run/run.json"]
     (tmp_path / "run" / "a.json").unlink()
+    (tmp_path / "run" / "b" / "c").mkdir(parents=True)
     folder.discard()
     assert not (tmp_path / "run").exists()
 

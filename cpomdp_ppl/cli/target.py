@@ -14,7 +14,7 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import shows_progress
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, recipe
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError, next_folder
+from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, no_space
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -149,8 +149,10 @@ class Results:
         except KeyboardInterrupt:
             there = ", ".join(self.folder.contents) or "nothing yet"
             raise Interrupted(f"stopped; {self.folder.path} has {there}; to go on: {self.again()}") from None
-        except Exception:
+        except Exception as error:
             self.folder.discard()
+            if is_disk_full(error) and not isinstance(error, RunFolderError):
+                raise no_space(self.folder.path) from error
             raise
 
 
