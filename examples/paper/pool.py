@@ -42,7 +42,7 @@ def run(tasks: Sequence[Task], store: Store, workers: int, progress: Callable[[s
     if workers == 1:
         _run_here(agenda, store)
     else:
-        _run_in_processes(agenda, store, min(workers, len(agenda.waiting)))
+        _run_in_processes(agenda, store, workers)
     return agenda.failures
 
 
@@ -110,9 +110,19 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, store), daemon=True)
-        process.start()
+        # Ctrl-C is for the process that everybody hears from; what is ignored stays ignored in a new process.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
         theirs.close()  # or nobody would notice that the process is gone
         return Worker(process, ours)
+
+    def begin(self, task: Task) -> None:
+        """Set it to work."""
+        self.connection.send(task)
+        self.task = task
 
     def stop(self) -> None:
         """End it, in the middle of whatever it does."""
@@ -124,12 +134,13 @@ class Worker:
 def _run_in_processes(agenda: Agenda, store: Store, workers: int) -> None:
     pool: list[Worker] = []
     try:
-        pool += [Worker.started(store) for _ in range(workers)]
         while True:
-            for worker in pool:
-                if worker.task is None and (task := agenda.next()) is not None:
-                    worker.connection.send(task)
-                    worker.task = task
+            idle = [worker for worker in pool if worker.task is None]
+            while (idle or len(pool) < workers) and (task := agenda.next()) is not None:
+                if not idle:
+                    idle = [Worker.started(store)]
+                    pool += idle
+                idle.pop().begin(task)
             busy = {worker.connection: worker for worker in pool if worker.task is not None}
             if not busy:
                 return
@@ -141,7 +152,7 @@ def _run_in_processes(agenda: Agenda, store: Store, workers: int) -> None:
 
 
 def _hear(pool: list[Worker], worker: Worker, agenda: Agenda) -> None:
-    """Take in what a worker says, or replace it if it is gone."""
+    """Take in what a worker says, or strike it off if it is gone."""
     task, worker.task = worker.task, None
     assert task is not None
     try:
@@ -151,8 +162,6 @@ def _hear(pool: list[Worker], worker: Worker, agenda: Agenda) -> None:
         agenda.failed(task, f"its process ended with exit code {worker.process.exitcode}")
         pool.remove(worker)
         worker.stop()
-        if agenda.waiting:
-            pool.append(Worker.started(agenda.store))
         return
     if reason is None:
         agenda.done(task, seconds)
@@ -162,7 +171,6 @@ def _hear(pool: list[Worker], worker: Worker, agenda: Agenda) -> None:
 
 def serve(tasks: Connection, store: Store) -> None:
     """A worker's life: carry out what it is sent, until there is no one to send any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that everybody hears from
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the other processes have the other cores
     while True:

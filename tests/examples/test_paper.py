@@ -27,7 +27,7 @@ from examples.paper.sizes import FULL, QUICK
 from examples.paper.tasks import Store, Task, distinct, source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = replace(QUICK, grid_iterations=30, batch_size=20, episodes=40, trajectories=2)
+TINY = replace(QUICK, grid_seeds=1, grid_iterations=30, batch_size=20, episodes=40, trajectories=2)
 TABLES = ("comparison.md", "comparison.csv")
 
 
@@ -166,14 +166,16 @@ def test_a_failure_stops_only_what_needs_it(tmp_path):
     assert logged(tmp_path) == ["1", "2", "3", "4"]
 
 
-def test_a_process_that_dies_is_a_failure(tmp_path):
-    tasks, last = tree(tmp_path, die_once)
+def test_a_process_that_dies_is_a_failure_and_another_takes_its_place(tmp_path):
+    dying = Task("dying", die_once, {"number": 1, "log": str(tmp_path)}, seconds=9)
+    after = Task("after", add, {"number": 2, "log": str(tmp_path)})
     store = Store(tmp_path / "tasks", "code")
-    failures = pool.run(tasks, store, 2, silent)
-    assert failures == {"task 2": "its process ended with exit code 9"}
-    assert logged(tmp_path) == ["1", "4"]
-    assert pool.run(tasks, store, 1, silent) == {}
-    assert store.result(last) == {"sum": 6}
+    agenda = pool.Agenda([after, dying], store, silent)
+    pool._run_in_processes(agenda, store, 1)
+    assert agenda.failures == {"dying": "its process ended with exit code 9"}
+    assert logged(tmp_path) == ["2"]
+    assert pool.run([after, dying], store, 1, silent) == {}
+    assert logged(tmp_path) == ["1", "2"]
 
 
 # Stopping, and going on
