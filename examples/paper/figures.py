@@ -46,7 +46,7 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     Args:
         curves: For every learner, the outcomes of its fits.
     """
-    figure = Figure(figsize=(12, 4.1), layout="constrained")
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
     axes = figure.subplots(1, 3)
     for name, fits in curves.items():
         best = fits[0]["best_return"]
@@ -55,7 +55,7 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         entropies = np.array([smoothed(fit["entropy"]) for fit in fits])
         for axis, values in zip(axes, (returns, entropies, best - returns), strict=True):
             mean, sd = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
-            axis.plot(episodes, mean, color=COLOUR[name], lw=1.6, label=f"{name} ({len(fits)})")
+            axis.plot(episodes, mean, color=COLOUR[name], lw=1.6, label=f"{name}, {len(fits)} seeds")
             axis.fill_between(episodes, mean - sd, mean + sd, color=COLOUR[name], alpha=BAND, lw=0)
     axes[0].axhline(best, color=TRUTH, lw=1, ls="dashed", label="told the context")
     labels = ("return", "H(C|Y) in bits", "regret")
@@ -63,9 +63,10 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         axis.set(title=label, xlabel="episodes learned from", xscale="log")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("episodes learned from; bands are the s.d. over seeds")
     axes[1].set_ylim(bottom=0.0)
     axes[2].set_ylim(bottom=0.0)
-    legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     legend.set_frame_on(False)
     return figure
 
@@ -92,7 +93,7 @@ def variance_ratios(entropy: Mapping[str, Measured], returns: Mapping[str, Measu
         bars = [each.over_seeds or 0.0 for each in measured.values()]
         colour = COLOUR["C-IDS, information"]
         axis.errorbar(list(measured), means, bars, color=colour, marker="o", lw=1.6, capsize=5)
-        axis.set(title=label, xlabel="dark : light variance of observations")
+        axis.set(title=label, xlabel="dark : light variance; bars are the s.d. over seeds")
         axis.margins(x=0.15)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
