@@ -318,10 +318,24 @@ def test_run_folders_that_will_not_do(elsewhere, capsys):
     said = refused(capsys, "evaluate", "here")
     assert "half-written" in said
     assert "left episodes.npz, returns.csv" in said
+    Path("here/run.json").write_text(json.dumps({**record, "model": "nonsense"}))
+    assert "model: expected module:Class or file.py:Class, got nonsense" in refused(capsys, "report", "here")
     Path("here/run.json").write_text(json.dumps({**record, "format": 2}))
     assert "is of format 2, and this version of cpomdp-ppl reads format 1" in refused(
         capsys, "report", "here"
     )
+
+
+@pytest.mark.parametrize("spec", ["here/evil.py:Evil", "./here/../here/evil.py:Evil", "here.evil:Evil"])
+def test_no_code_is_run_from_a_run_folder(elsewhere, capsys, spec):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "here"]) == 0
+    capsys.readouterr()
+    Path("here/evil.py").write_text("open('was_here', 'w')\n")
+    Path("here/__init__.py").write_text("open('was_here', 'w')\n")
+    Path("here/run.json").write_text(json.dumps({**read("here/run.json"), "model": spec}))
+    for command in ("evaluate", "diagnose", "report"):
+        assert "no code is run from there" in refused(capsys, command, "here")
+    assert not Path("was_here").exists()
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -49,6 +49,12 @@ class ModelSpec:
             raise CommandError(f"model: expected module:Class or file.py:Class, got {spec}")
         return ModelSpec(spec, as_arguments(rest))
 
+    @property
+    def path(self) -> Path:
+        """Its file; or where its module would be, if it were in the current directory."""
+        place = self.spec.rpartition(":")[0]
+        return Path(place) if is_path(place) else Path(*place.split("."))
+
     def build(self, *, check: bool = True) -> CPOMDP:
         """Make the model.
 

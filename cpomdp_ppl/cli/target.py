@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,9 +157,20 @@ class Results:
 
 
 def spec_of(folder: RunFolder, other: list[str] | None = None) -> ModelSpec:
-    """The model of a run; or another that is given, with the run's arguments unless it has its own."""
+    """The model of a run; or another that is given, with the run's arguments unless it has its own.
+
+    Raises:
+        RunFolderError: If the run says that its model is in the run folder itself: a folder may come from
+            anywhere, and what is in it is data, never run.
+    """
     if other is None:
-        return ModelSpec(folder.record["model"], folder.record["arguments"])
+        spec = replace(ModelSpec.of([folder.record["model"]]), arguments=folder.record["arguments"])
+        if spec.path.resolve().is_relative_to(folder.path.resolve()):
+            raise RunFolderError(
+                f"{folder.path} has its model in itself, {spec.spec}, and no code is run from there: "
+                "if you trust it, say which it is with --model"
+            )
+        return spec
     spec = ModelSpec.of(other)
     return spec if spec.arguments else ModelSpec(spec.spec, folder.record["arguments"])
 
