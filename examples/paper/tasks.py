@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +17,6 @@ from examples.paper import work
 from solvers.checkpoint import load_json, save_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("cpomdp_ppl", "solvers", "baselines")
 LIBRARIES = ("torch", "pyro-ppl", "numpy", "pomdp-py")
 RESULT, SECONDS, DESCRIPTION = "result.json", "seconds.json", "task.json"
 
@@ -49,19 +49,52 @@ class Task:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def source_hash(root: Path = ROOT) -> str:
-    """A hash of the code that outcomes depend on, and of the versions of what it stands on."""
+def source_hash(start: Path = Path(work.__file__), root: Path = ROOT) -> str:
+    """A hash of the code that outcomes depend on, and of the versions of what it stands on.
+
+    Args:
+        start: The module that does the work.
+        root: What it imports from below here, however deep, counts as well.
+    """
     digest = hashlib.sha256()
-    files = [path for package in SOURCES for path in (root / package).rglob("*.py")]
-    for path in sorted([*files, Path(work.__file__)]):
-        name = path.relative_to(root) if path.is_relative_to(root) else path.name
-        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted(reached(start, root)):
+        digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     for library in LIBRARIES:
         try:
             digest.update(f"{library} {importlib.metadata.version(library)}\0".encode())
         except importlib.metadata.PackageNotFoundError:  # an extra that is not there
             digest.update(f"{library} –\0".encode())
     return digest.hexdigest()[:12]
+
+
+def reached(start: Path, root: Path) -> set[Path]:
+    """A module and all those below `root` that it imports, at once, later, or for types alone."""
+    found, left = set(), [start]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += [file for name in _imported(path) for file in _files(root, name)]
+    return found
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Names that a module imports, of modules or of what is in them."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files(root: Path, name: str) -> Iterator[Path]:
+    """The files of a dotted name: the module, and the packages that it is in."""
+    place = root
+    for part in name.split("."):
+        place = place / part
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.is_file():
+                yield file
 
 
 @dataclass(frozen=True)

@@ -116,21 +116,28 @@ def test_a_key_is_of_everything_that_decides_the_outcome():
 
 
 def test_the_hash_is_of_the_code(tmp_path):
-    for package in ("cpomdp_ppl", "solvers", "baselines", "elsewhere"):
-        (tmp_path / package / "inner").mkdir(parents=True)
-        (tmp_path / package / "inner" / "code.py").write_text("x = 1")
-    first = source_hash(tmp_path)
-    (tmp_path / "elsewhere" / "inner" / "code.py").write_text("x = 2")
-    (tmp_path / "solvers" / "notes.txt").write_text("not code")
-    assert source_hash(tmp_path) == first
-    for package in ("cpomdp_ppl", "solvers", "baselines"):
-        code = tmp_path / package / "inner" / "code.py"
-        code.write_text("x = 2")
-        assert source_hash(tmp_path) != first
-        code.write_text("x = 1")
-        assert source_hash(tmp_path) == first
-    (tmp_path / "baselines" / "inner" / "code.py").rename(tmp_path / "baselines" / "inner" / "other.py")
-    assert source_hash(tmp_path) != first
+    files = {
+        "examples/work.py": "import json\nfrom solvers import cids\n",
+        "solvers/__init__.py": "",
+        "solvers/cids.py": "if TYPE_CHECKING:\n    import cpomdp_ppl.model\n",
+        "cpomdp_ppl/__init__.py": "",
+        "cpomdp_ppl/model.py": "def late():\n    from cpomdp_ppl.inference.grid import GridFilter\n",
+        "cpomdp_ppl/inference/__init__.py": "",
+        "cpomdp_ppl/inference/grid.py": "class GridFilter: ...\n",
+        "cpomdp_ppl/page.py": "import cpomdp_ppl.model\n",
+        "elsewhere.py": "",
+    }
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    start = tmp_path / "examples" / "work.py"
+    first = source_hash(start, tmp_path)
+    for name, code in files.items():
+        (tmp_path / name).write_text(code + "x = 1\n")
+        needed = name not in ("cpomdp_ppl/page.py", "elsewhere.py")
+        assert (source_hash(start, tmp_path) != first) == needed, name
+        (tmp_path / name).write_text(code)
+    assert source_hash(start, tmp_path) == first
 
 
 def test_finished_tasks_are_not_run_again(tmp_path):
