@@ -1,0 +1,104 @@
+"""The baselines by name, for the command line: each as its author recommends it, from the model alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.cli.policies import Budget, Recipe
+from cpomdp_ppl.simulate import simulate
+
+if TYPE_CHECKING:
+    from baselines.learned import Learned
+    from baselines.simple import Always
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Policy
+
+TRIALS = 500
+"""Episodes by which the best action to repeat is found, for every action and context."""
+
+
+def best_repeated(model: CPOMDP, seed: int) -> list[Always]:
+    """For each context, the action that earns most there if it is all that is ever done."""
+    from baselines.simple import Always
+
+    always = [Always(model, action) for action in range(model.num_actions)]
+    best = []
+    for c in range(model.num_contexts):
+        # The same world for every action.
+        played = [simulate(model, each, TRIALS, contexts=c, seed=seed) for each in always]
+        returns = [float(episodes.returns.mean()) for episodes in played if episodes.returns is not None]
+        best.append(always[max(range(len(returns)), key=returns.__getitem__)])
+    return best
+
+
+def _likeliest(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines.simple import MostLikelyContext
+
+    return MostLikelyContext(model, best_repeated(model, budget.seed))
+
+
+def _thompson(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines.simple import ThompsonSampling
+
+    return ThompsonSampling(model, best_repeated(model, budget.seed))
+
+
+def _qmdp(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import qmdp
+
+    return qmdp.QMDP(model, seed=budget.seed)
+
+
+def _pft(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import pft
+
+    return pft.PFT(model, budget.simulations, seed=budget.seed)
+
+
+def _ipft(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import pft
+
+    return pft.PFT(model, budget.simulations, temperature=1.0, seed=budget.seed)
+
+
+def _pouct(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import pomcp
+
+    return pomcp.POUCT(model, budget.simulations, rollout="commitment", seed=budget.seed)
+
+
+def _pomcp(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import pomcp
+
+    return pomcp.POMCP(model, budget.simulations, seed=budget.seed)
+
+
+def _rdpg(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import rdpg
+
+    return _finished(rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress))
+
+
+def _recurrent_ppo(model: CPOMDP, budget: Budget) -> Policy:
+    from baselines import recurrent_ppo
+
+    return _finished(
+        recurrent_ppo.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
+    )
+
+
+def _finished(learned: Learned) -> Policy:
+    if not learned.finished:  # interrupted: what was learned so far is not what was asked for
+        raise KeyboardInterrupt
+    return learned.policy
+
+
+LIKELIEST = Recipe(_likeliest)
+THOMPSON = Recipe(_thompson)
+QMDP = Recipe(_qmdp)
+PFT = Recipe(_pft, plans=True)
+IPFT = Recipe(_ipft, plans=True)
+POUCT = Recipe(_pouct, plans=True, extra="pomcp")
+POMCP = Recipe(_pomcp, plans=True, extra="pomcp")
+RDPG = Recipe(_rdpg, learns=True)
+RECURRENT_PPO = Recipe(_recurrent_ppo, learns=True, extra="rl")

@@ -1,0 +1,44 @@
+"""`cpomdp check`: what is wrong with a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.cli.command import Command
+from cpomdp_ppl.cli.errors import FAILED, OK
+from cpomdp_ppl.cli.model import ModelSpec
+from cpomdp_ppl.cli.options import model_arguments
+from cpomdp_ppl.errors import ModelError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+def check(options: Namespace) -> int:
+    """Say what is wrong with a model, if anything."""
+    model = ModelSpec.of([options.model, *options.arguments]).build(check=False)
+    try:
+        model.check()
+    except ModelError as error:
+        print(error)
+        return FAILED
+    print(
+        f"{type(model).__name__}: no faults in {_many(model.num_contexts, 'context')}, "
+        f"{_many(model.num_actions, 'action')}, {_many(model.horizon, 'step')}"
+    )
+    return OK
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+CHECK = Command(
+    "Find out what is wrong with a model before anything long runs.",
+    (
+        "cpomdp check cpomdp_ppl.models:LightDark",
+        "cpomdp check my_model.py:Maze walls='(3, 4)' horizon=30",
+    ),
+    model_arguments,
+    check,
+)

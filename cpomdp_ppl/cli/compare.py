@@ -1,0 +1,180 @@
+"""`cpomdp compare`: several policies on the same episodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.cli.command import Command
+from cpomdp_ppl.cli.errors import OK, CommandError
+from cpomdp_ppl.cli.model import ModelSpec
+from cpomdp_ppl.cli.options import (
+    budget_options,
+    count,
+    episodes_option,
+    likelihood_option,
+    model_arguments,
+    names,
+    note,
+    prior_option,
+    run_option,
+    seed_option,
+    shows_progress,
+)
+from cpomdp_ppl.cli.plugins import POLICIES
+from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.cli.target import Results, load_solution
+from cpomdp_ppl.evaluation import Comparison, Evaluation, Mean, evaluate
+from cpomdp_ppl.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Mapping
+
+MEASURED, TABLE = "comparison.json", "comparison.csv"
+
+
+def compare(options: Namespace) -> int:
+    """Make policies and let them play, one after the other; what is measured is not measured again."""
+    spec = ModelSpec.of([options.model, *options.arguments])
+    recipes = {name: recipe(name) for name in options.policies or ()}
+    folders = {Path(each).name: each for each in options.solution or ()}
+    if not recipes and not folders:
+        raise CommandError("whom to compare? say --policies random,qmdp, or --solution RUN, or both")
+    if len(folders) < len(options.solution or ()) or recipes.keys() & folders.keys():
+        raise CommandError(
+            "--solution: expected folders whose names differ from each other and from policies"
+        )
+    model = spec.build()
+    solutions = {
+        name: load_solution(RunFolder.open(place, unfinished=options.unfinished), model)
+        for name, place in folders.items()
+    }
+    settings = {
+        "policies": list(recipes),
+        "solutions": [str(place) for place in folders.values()],
+        "num_episodes": options.num_episodes,
+        "planned_episodes": options.planned_episodes,
+        "simulations": options.simulations,
+        "training_episodes": options.training_episodes,
+        "likelihood": None if options.likelihood is None else repr(options.likelihood),
+        "prior": options.prior,
+    }
+    results = Results.at(options, "compare", spec, settings)
+    folder, progress = results.folder, shows_progress(options)
+    measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
+    with results.kept():
+        for name in [*recipes, *solutions]:
+            if name in measured:
+                note(options, f"{name}: measured before")
+                continue
+            seconds, num_episodes = None, options.num_episodes
+            if name in recipes:
+                note(options, f"{name}: {'learning' if recipes[name].learns else 'playing'} …")
+                began = time.perf_counter()
+                policy = recipes[name].made(name, model, Budget.of(options, results.seed, progress))
+                if recipes[name].learns:
+                    seconds = time.perf_counter() - began
+                if recipes[name].plans:
+                    num_episodes = options.planned_episodes
+            else:
+                policy = solutions[name].policy
+            result = evaluate(
+                model,
+                policy,
+                num_episodes,
+                likelihood=options.likelihood,
+                prior=options.prior,
+                progress=progress,
+                seed=results.seed,
+            )
+            measured[name] = {"evaluation": result.as_dict(), "training_seconds": seconds}
+            folder.write_json(MEASURED, measured)
+            note(options, f"{name}: return {result.returns}")
+        evaluations = {name: as_evaluation(each["evaluation"]) for name, each in measured.items()}
+        seconds_by_name = {
+            name: each["training_seconds"]
+            for name, each in measured.items()
+            if each["training_seconds"] is not None
+        }
+        folder.write_table(TABLE, columns(evaluations, seconds_by_name))
+        results.finish()
+    print(Comparison(evaluations, seconds_by_name))
+    note(options, f"table: {folder.path / TABLE}")
+    return OK
+
+
+def as_evaluation(content: Mapping[str, Any]) -> Evaluation:
+    """An evaluation from its JSON, in which NaN is null."""
+    parts = dict(content)
+    for name in ("returns", "entropy", "regret"):
+        parts[name] = parts[name] and _mean(parts[name])
+    parts["returns_by_context"] = {name: _mean(each) for name, each in parts["returns_by_context"].items()}
+    return Evaluation(**parts)
+
+
+def _mean(content: Mapping[str, Any]) -> Mean:
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in content.items()}
+    return Mean(**known)
+
+
+def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]) -> dict[str, list[Any]]:
+    """The table as columns: a row for each policy."""
+    rows = [
+        {
+            "policy": name,
+            "episodes": e.returns.num_episodes,
+            "return": e.returns.mean,
+            "return_standard_error": e.returns.standard_error,
+            "return_deviation": e.returns.deviation,
+            "entropy_bits": e.entropy.mean,
+            "entropy_standard_error": e.entropy.standard_error,
+            "identified": e.identified,
+            "regret": None if e.regret is None else e.regret.mean,
+            "regret_standard_error": None if e.regret is None else e.regret.standard_error,
+            "seconds_per_decision": e.seconds_per_decision,
+            "training_seconds": training.get(name),
+            "likelihood": e.likelihood,
+        }
+        for name, e in evaluations.items()
+    ]
+    return {title: [row[title] for row in rows] for title in rows[0]}
+
+
+def _options(parser: ArgumentParser) -> None:
+    model_arguments(parser)
+    parser.add_argument(
+        "--policies", type=names, metavar="NAME,…", help=f"out of {', '.join(POLICIES.places())}"
+    )
+    parser.add_argument(
+        "--solution", action="append", metavar="RUN", help="the run folder of a fit; may be given repeatedly"
+    )
+    parser.add_argument(
+        "--unfinished", action="store_true", help="take the solution of a fit that was stopped"
+    )
+    episodes_option(parser, 4000)
+    parser.add_argument(
+        "--planned-episodes",
+        type=count,
+        default=100,
+        help="of planners, in place of --num-episodes (default: %(default)s)",
+    )
+    budget_options(parser)
+    likelihood_option(parser, "the most exact that serves the model")
+    prior_option(parser)
+    seed_option(parser, 0)
+    run_option(parser)
+
+
+COMPARE = Command(
+    "Let several policies play the same episodes, and put them in one table.",
+    (
+        "cpomdp compare cpomdp_ppl.models:LightDark --policies random,likeliest,qmdp",
+        "cpomdp compare cpomdp_ppl.models:LightDark --policies pft,rdpg --solution runs/LightDark-fit-1",
+        "cpomdp compare my_model.py:Maze horizon=30 --policies pouct --simulations 500",
+    ),
+    _options,
+    compare,
+)

@@ -1,0 +1,75 @@
+"""`cpomdp evaluate`: what a policy earns and finds out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.cli.command import Command
+from cpomdp_ppl.cli.errors import OK
+from cpomdp_ppl.cli.options import (
+    episodes_option,
+    likelihood_option,
+    model_arguments,
+    note,
+    policy_option,
+    prior_option,
+    run_option,
+    seed_option,
+    shows_progress,
+)
+from cpomdp_ppl.cli.target import Target
+from cpomdp_ppl.evaluation import evaluate as take_stock
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+EVALUATION = "evaluation.json"
+
+
+def evaluate(options: Namespace) -> int:
+    """Play a policy, and take stock."""
+    target = Target.of(options)
+    settings = {
+        "policy": options.policy,
+        "num_episodes": options.num_episodes,
+        "likelihood": None if options.likelihood is None else repr(options.likelihood),
+        "prior": options.prior,
+    }
+    results = target.results(options, "evaluate", settings)
+    with results.kept():
+        evaluation = take_stock(
+            target.model,
+            target.policy,
+            options.num_episodes,
+            likelihood=options.likelihood,
+            prior=target.prior if options.prior is None else options.prior,
+            progress=shows_progress(options),
+            seed=results.seed,
+        )
+        results.folder.write_json(EVALUATION, evaluation.as_dict())
+        results.finish()
+    print(evaluation)
+    note(options, f"evaluation: {results.folder.path / EVALUATION}")
+    return OK
+
+
+def _options(parser: ArgumentParser) -> None:
+    model_arguments(parser, "target", several="the run folder of a fit, or a model")
+    policy_option(parser)
+    episodes_option(parser, 4000)
+    likelihood_option(parser, "the most exact that serves the model")
+    prior_option(parser)
+    seed_option(parser, 0)
+    run_option(parser, "beside the solution, or runs/<model>-<command>-<n>")
+
+
+EVALUATE = Command(
+    "Find out what the policy of a fit, or one by name, earns and finds out.",
+    (
+        "cpomdp evaluate runs/LightDark-fit-1",
+        "cpomdp evaluate runs/LightDark-fit-1 --num-episodes 20000 --prior 0.9,0.1",
+        "cpomdp evaluate cpomdp_ppl.models:LineGrid --policy qmdp --likelihood exact",
+    ),
+    _options,
+    evaluate,
+)

@@ -1,0 +1,25 @@
+"""Figures, where there is something to draw them with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.cli.options import note
+from cpomdp_ppl.cli.plugins import is_installed
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Mapping
+
+    from matplotlib.figure import Figure
+
+    from cpomdp_ppl.run_folder import RunFolder
+
+
+def write_figures(options: Namespace, folder: RunFolder, figures: Mapping[str, Callable[[], Figure]]) -> None:
+    """Draw figures and write them, unless matplotlib is not installed: results do not depend on it."""
+    if not is_installed("matplotlib"):
+        note(options, "no figures: they need cpomdp-ppl[plot]")
+        return
+    for name, draw in figures.items():
+        folder.write_figure(name, draw())

@@ -1,0 +1,198 @@
+"""Models by name: `module:Class` or `file.py:Class`, with arguments of the constructor."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.model import CPOMDP
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model.
+
+    Attributes:
+        spec: `module:Class`, or `file.py:Class`.
+        arguments: Of the constructor, by name.
+
+    Example:
+        >>> spec = ModelSpec.of(["cpomdp_ppl.models:LightDark", "dark_variance=16"])
+        >>> spec.build().dark_variance
+        16
+    """
+
+    spec: str
+    arguments: Mapping[str, Any]
+
+    @staticmethod
+    def of(words: Sequence[str]) -> ModelSpec:
+        """From the words of a command line: the model, and `key=value` as often as needed.
+
+        Raises:
+            CommandError: If they are not that.
+        """
+        spec, *rest = words
+        place, colon, name = spec.rpartition(":")
+        if not colon or not place or not name.isidentifier():
+            raise CommandError(f"model: expected module:Class or file.py:Class, got {spec}")
+        return ModelSpec(spec, as_arguments(rest))
+
+    @property
+    def path(self) -> Path:
+        """Its file; or where its module would be, if it were in the current directory."""
+        place = self.spec.rpartition(":")[0]
+        return Path(place) if is_path(place) else Path(*place.split("."))
+
+    def build(self, *, check: bool = True) -> CPOMDP:
+        """Make the model.
+
+        Args:
+            check: Whether to look for faults in its programs, too.
+
+        Raises:
+            CommandError: If it cannot be found, is no CPOMDP, or does not take the arguments.
+            ModelError: If its programs have faults.
+        """
+        kind = self._class()
+        self._require_arguments(kind)
+        try:
+            model = kind(**self.arguments)
+        except Exception as error:  # it is the user's program, which may raise anything
+            raise CommandError(
+                f"{self.spec} cannot be made: {type(error).__name__}: {error} (--traceback says where)"
+            ) from error
+        if check:
+            model.check()
+        return model
+
+    def _class(self) -> type[CPOMDP]:
+        place, _, name = self.spec.rpartition(":")
+        module = load_file(Path(place)) if is_path(place) else load_module(place)
+        found = getattr(module, name, None)
+        there = [
+            each for each, value in vars(module).items() if _is_model(value) and not each.startswith("_")
+        ]
+        if found is None:
+            known = f"it has {', '.join(there)}" if there else "it has no CPOMDP at all"
+            raise CommandError(f"{place} has no class '{name}'; {known}")
+        if not _is_model(found):
+            what = f"the class {name}" if isinstance(found, type) else f"a {type(found).__name__}"
+            raise CommandError(f"{self.spec} is {what}, but expected a subclass of cpomdp_ppl.CPOMDP")
+        result: type[CPOMDP] = found
+        return result
+
+    def _require_arguments(self, kind: type[CPOMDP]) -> None:
+        parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
+        own = named if kind.__init__ is not CPOMDP.__init__ else []  # without a constructor of its own
+        for name in self.arguments:
+            if name not in own:
+                known = f"it takes {', '.join(own)}" if own else "it takes none"
+                raise CommandError(f"{kind.__name__} takes no argument '{name}'; {known}")
+        missing = [p.name for p in parameters if p.name in own and p.default is p.empty]
+        for name in missing:
+            if name not in self.arguments:
+                raise CommandError(
+                    f"{kind.__name__} needs the argument '{name}': add {name}=… after the model"
+                )
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, CPOMDP) and value is not CPOMDP
+
+
+def as_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words as arguments; values are Python literals, or plain text.
+
+    Example:
+        >>> as_arguments(["horizon=10", "walls=(1, 2)", "name=north", "open=True"])
+        {'horizon': 10, 'walls': (1, 2), 'name': 'north', 'open': True}
+
+    Raises:
+        CommandError: If a word is not that.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"arguments: expected key=value after the model, got {word}")
+        if name in found:
+            raise CommandError(f"arguments: expected each once, got {name} twice")
+        found[name] = as_value(text)
+    return found
+
+
+def as_value(text: str) -> Any:
+    """A Python literal, or the text itself. Nothing is ever run."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def is_path(place: str) -> bool:
+    """Whether this names a file, rather than a module."""
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run a file as a module, which may import what lies beside it, as a script may."""
+    if not path.is_file():
+        raise CommandError(f"there is no file {path}")
+    name = f"cpomdp_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    beside = str(path.resolve().parent)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    sys.path.insert(0, beside)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # anything may be in a file
+        del sys.modules[name]
+        raise _not_imported(str(path), error) from error
+    finally:
+        if beside in sys.path:
+            sys.path.remove(beside)
+    return module
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a module, also from the current directory."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # an installed script does not have it there, as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise CommandError(
+                f"there is no module '{name}'; for a file, say path/to/file.py:Class"
+            ) from error
+        raise _not_imported(name, error) from error
+    except Exception as error:
+        raise _not_imported(name, error) from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _not_imported(place: str, error: Exception) -> CommandError:
+    what = " ".join(str(error).split())
+    return CommandError(
+        f"{place} cannot be imported: {type(error).__name__}: {what} (--traceback says where)"
+    )

@@ -1,0 +1,150 @@
+"""Options that several commands have, and what their values must look like."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.cli.model import as_arguments
+from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.inference import BACKENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cpomdp_ppl.inference.backend import Backend
+
+MODEL_HELP = "module:Class or path/to/file.py:Class"
+
+
+def model_arguments(parser: ArgumentParser, what: str = "model", *, several: str = MODEL_HELP) -> None:
+    """A model (or something else that may be one), and arguments of its constructor."""
+    parser.add_argument(what, metavar=what.upper(), help=several)
+    parser.add_argument(
+        "arguments", nargs="*", metavar="key=value", help="arguments of the model's constructor"
+    )
+
+
+def policy_option(parser: ArgumentParser) -> None:
+    """Whose episodes, if not those of a solution, and what learners and planners may spend."""
+    parser.add_argument(
+        "--policy", metavar="NAME", help="who acts, if MODEL is given: random, qmdp, pft, … (see compare)"
+    )
+    budget_options(parser)
+    parser.add_argument(
+        "--unfinished", action="store_true", help="take the solution of a fit that was stopped"
+    )
+    parser.add_argument(
+        "--model", dest="other", nargs="+", metavar="MODEL", help="the model of RUN, if its file has moved"
+    )
+
+
+def budget_options(parser: ArgumentParser) -> None:
+    """What learners and planners may spend."""
+    parser.add_argument(
+        "--simulations", type=count, default=100, help="of planners, for a decision (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--training-episodes", type=count, default=10_000, help="of learners (default: %(default)s)"
+    )
+
+
+def seed_option(parser: ArgumentParser, default: int | None) -> None:
+    """The seed of everything random."""
+    shown = "fresh, and noted in run.json" if default is None else str(default)
+    parser.add_argument("--seed", type=seed, default=default, help=f"of everything random (default: {shown})")
+
+
+def run_option(parser: ArgumentParser, default: str = "runs/<model>-<command>-<n>") -> None:
+    """Where results go."""
+    parser.add_argument("--run", metavar="DIR", help=f"where results go (default: {default})")
+
+
+def prior_option(parser: ArgumentParser) -> None:
+    """A prior over contexts."""
+    parser.add_argument("--prior", type=probabilities, metavar="P,P,…", help="over contexts, such as 0.5,0.5")
+
+
+def likelihood_option(parser: ArgumentParser, default: str) -> None:
+    """A backend, with settings."""
+    parser.add_argument(
+        "--likelihood",
+        type=backend,
+        metavar="NAME",
+        help=f"{', '.join(BACKENDS)}, with settings as in smc,num_particles=1000 (default: {default})",
+    )
+
+
+def episodes_option(parser: ArgumentParser, default: int) -> None:
+    """How many episodes."""
+    parser.add_argument("--num-episodes", type=count, default=default, help="(default: %(default)s)")
+
+
+def shows_progress(options: Namespace) -> bool:
+    """Whether to draw progress bars: on a terminal, unless told to be quiet."""
+    return sys.stderr.isatty() and not options.quiet
+
+
+def note(options: Namespace, text: str) -> None:
+    """Say something by the way, on stderr, unless told to be quiet."""
+    if not options.quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _checked(
+    expected: str, convert: Callable[[str], float], proper: Callable[[float], bool]
+) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = math.nan
+        if not proper(value):  # NaN is not, either
+            raise ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    return parse
+
+
+count = _checked("a positive integer", int, lambda n: n >= 1)
+seed = _checked("an integer from 0 to 2**32 - 1", int, lambda n: 0 <= n < 2**32)
+positive = _checked("a positive number", float, lambda x: 0 < x < math.inf)
+non_negative = _checked("a number, not negative", float, lambda x: 0 <= x < math.inf)
+
+
+def probabilities(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas, that sum to 1."""
+    try:
+        values = tuple(float(word) for word in text.split(","))
+        proper = all(value >= 0 for value in values) and abs(sum(values) - 1) < 1e-5
+    except ValueError:
+        proper = False
+    if not proper:
+        raise ArgumentTypeError(f"expected probabilities that sum to 1, such as 0.5,0.5, got {text}")
+    return values
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words separated by commas, each once."""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found or len(set(found)) < len(found):
+        raise ArgumentTypeError(f"expected names separated by commas, each once, got {text}")
+    return found
+
+
+def backend(text: str) -> Backend:
+    """A backend by name, with settings: `smc,num_particles=1000,guide=ekf`.
+
+    Example:
+        >>> backend("smc,num_particles=1000").num_particles
+        1000
+    """
+    name, *settings = text.split(",")
+    try:
+        if name not in BACKENDS:
+            raise rejected("likelihood", name, f"one of {', '.join(BACKENDS)}")
+        return BACKENDS[name](**as_arguments(settings))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from error

@@ -1,0 +1,98 @@
+"""`cpomdp simulate`: episodes in a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.cli.command import Command
+from cpomdp_ppl.cli.errors import OK
+from cpomdp_ppl.cli.options import (
+    episodes_option,
+    model_arguments,
+    note,
+    policy_option,
+    prior_option,
+    run_option,
+    seed_option,
+)
+from cpomdp_ppl.cli.target import Target
+from cpomdp_ppl.evaluation import Mean
+from cpomdp_ppl.simulate import simulate as play
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from pathlib import Path
+
+EPISODES, RETURNS = "episodes.npz", "returns.csv"
+
+
+def simulate(options: Namespace) -> int:
+    """Play episodes, and keep them."""
+    target = Target.of(options)
+    settings = {
+        "policy": options.policy,
+        "num_episodes": options.num_episodes,
+        "contexts": options.contexts,
+        "prior": options.prior,
+    }
+    results = target.results(options, "simulate", settings)
+    with results.kept():
+        episodes = play(
+            target.model,
+            target.policy,
+            options.num_episodes,
+            contexts=options.contexts,
+            prior=target.prior if options.prior is None else options.prior,
+            seed=results.seed,
+        )
+        assert episodes.contexts is not None
+        assert episodes.returns is not None
+        results.folder.write(EPISODES, lambda file: _save(episodes, file))
+        means = {
+            name: Mean.of(episodes.returns[episodes.contexts == c])
+            for c, name in enumerate(target.model.context_names)
+            if bool((episodes.contexts == c).any())
+        }
+        results.folder.write_table(
+            RETURNS,
+            {
+                "context": list(means),
+                "episodes": [mean.num_episodes for mean in means.values()],
+                "return": [mean.mean for mean in means.values()],
+                "standard_error": [mean.standard_error for mean in means.values()],
+            },
+        )
+        results.finish()
+    width = max(map(len, means))
+    for name, mean in means.items():
+        print(f"{name:<{width}}  {mean.num_episodes:>8,} episodes  return {mean}")
+    note(options, f"episodes: {results.folder.path / EPISODES} (read by cpomdp_ppl.Episodes.load)")
+    return OK
+
+
+def _save(episodes: Any, file: Path) -> None:
+    episodes.save(file)
+
+
+def _options(parser: ArgumentParser) -> None:
+    model_arguments(parser, "target", several="a model, or the run folder of a fit")
+    policy_option(parser)
+    episodes_option(parser, 1000)
+    parser.add_argument(
+        "--contexts", metavar="NAME", help="the true context, or 'balanced' (default: drawn from the prior)"
+    )
+    prior_option(parser)
+    seed_option(parser, None)
+    run_option(parser)
+
+
+SIMULATE = Command(
+    "Play episodes of a model, with a policy by name or that of a fit, and keep them.",
+    (
+        "cpomdp simulate cpomdp_ppl.models:LightDark --policy random --num-episodes 10000 --seed 0",
+        "cpomdp simulate my_model.py:Maze horizon=30 --policy qmdp --contexts balanced --run runs/maze",
+        "cpomdp simulate runs/LightDark-fit-1 --contexts 'light left'",
+    ),
+    _options,
+    simulate,
+)

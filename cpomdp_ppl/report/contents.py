@@ -1,0 +1,232 @@
+"""What a run folder has to show, as plain data for the page; None for what it does not have."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cpomdp_ppl.report.numbers import significant
+from cpomdp_ppl.run_folder import FIGURES, RunFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cpomdp_ppl.run_folder import RunFolder
+
+EVALUATION, COMPARISON, HISTORY, RHAT = "evaluation.json", "comparison.csv", "history.csv", "rhat.csv"
+
+CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Temperature τ"}
+"""What is shown of a history, by column."""
+
+MOST_POINTS = 500
+"""Of a curve; of longer ones, means of neighbours are shown."""
+
+MOST_ROWS = 6
+"""Of R-hat, the worst first."""
+
+RHAT_COLUMNS = {"mean": None, "sd": None, "ess_bulk": 0, "ess_tail": 0, "r_hat": 3}
+"""What is shown beside the name of a quantity, and with how many decimals, if that matters."""
+
+GOOD_RHAT = 1.01
+"""Chains whose R-hat is below this agree (Vehtari and others, 2021)."""
+
+
+def headline(folder: RunFolder) -> dict[str, Any] | None:
+    """What came out: of an evaluation, of a comparison, or of both."""
+    found: dict[str, Any] = {"title": "Results", "tables": []}
+    if folder.has(EVALUATION):
+        evaluation = folder.read_json(EVALUATION)
+        try:
+            found["numbers"] = _numbers(evaluation)
+            found["tables"].append(_by_context(evaluation["returns_by_context"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunFolderError(f"{folder.path / EVALUATION} is damaged: it is no evaluation") from error
+    if folder.has(COMPARISON):
+        found["tables"].append({"label": "Comparison of policies", **_table(folder, COMPARISON)})
+    return found if found["tables"] else None
+
+
+def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any] | None:
+    """Return, entropy and temperature by iteration.
+
+    Args:
+        folder: Of the run.
+        known_return: What an agent that is told the context earns, if that is known, to compare with.
+    """
+    if not folder.has(HISTORY):
+        return None
+    columns = folder.read_table(HISTORY)
+    values = {name: np.array([_number(cell) for cell in cells]) for name, cells in columns.items()}
+    if "iteration" not in values or len(values["iteration"]) < 2:
+        return None
+    size = -(-len(values["iteration"]) // MOST_POINTS)
+    series = [
+        {
+            "name": name,
+            "label": label,
+            "values": significant(_thinned(values[name], size)),
+            "noisy": name != "temperature",
+            "reference": known_return if name == "return" else None,
+            "reference_label": None if known_return is None else f"context known: {known_return:.2f}",
+        }
+        for name, label in CURVES.items()
+        if name in values and bool(np.isfinite(values[name]).any())
+    ]
+    if not series:
+        return None
+    return {"iteration": significant(_thinned(values["iteration"], size), 6), "series": series}
+
+
+def diagnostics(folder: RunFolder, room: int) -> dict[str, Any] | None:
+    """Figures, and how well chains agree.
+
+    Args:
+        folder: Of the run.
+        room: How many characters the figures may take on the page; those that do not fit are named.
+    """
+    figures, left_out = [], []
+    for name in folder.figures:
+        files = [folder.path / FIGURES / f"{name}.{kind}" for kind in ("svg", "png")]
+        smallest = min((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
+        kind = "svg+xml" if smallest.suffix == ".svg" else "png"
+        # As an image, never as markup: whatever is in the file cannot run.
+        encoded = base64.b64encode(smallest.read_bytes()).decode("ascii")
+        if len(encoded) > room:
+            left_out.append(f"{FIGURES}/{smallest.name}")
+            continue
+        room -= len(encoded)
+        figures.append({"name": name, "source": f"data:image/{kind};base64,{encoded}"})
+    rhat = _rhat(folder) if folder.has(RHAT) else None
+    if not figures and not left_out and rhat is None:
+        return None
+    return {"figures": figures, "left_out": left_out, "rhat": rhat}
+
+
+def configuration(folder: RunFolder) -> list[dict[str, Any]]:
+    """`run.json` as tables."""
+    record = folder.record
+    run = {name: record.get(name) for name in ("command", "model", "seed", "started", "commit", "finished")}
+    parts = [
+        ("Run", {name: value for name, value in run.items() if value is not None}),
+        ("Model", record["arguments"]),
+        ("Settings", record["settings"]),
+    ]
+    for command, entry in record["added"].items():
+        if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
+            parts.append((f"Added by {command}", {**entry["settings"], "seed": entry.get("seed")}))
+    parts.append(("Versions", record["versions"]))
+    return [{"title": title, "rows": _rows(values)} for title, values in parts if values]
+
+
+def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The numbers that matter most, with their errors."""
+    returns, left = evaluation["returns"], evaluation["entropy"]
+    numbers = [
+        {
+            "name": "Return",
+            "value": f"{returns['mean']:.2f}",
+            "more": f"± {returns['standard_error']:.2f} over {returns['num_episodes']:,} episodes",
+        },
+        {
+            "name": "H(C|Y), what is left to find out",
+            "value": f"{left['mean']:.3f}",
+            "more": f"± {left['standard_error']:.3f} bits",
+        },
+        {
+            "name": "Context identified",
+            "value": f"{100 * evaluation['identified']:.1f} %",
+            "more": "of episodes",
+        },
+    ]
+    regret = evaluation.get("regret")
+    if regret is not None:
+        more = f"± {regret['standard_error']:.2f} behind who is told the context"
+        numbers.append({"name": "Regret", "value": f"{regret['mean']:.2f}", "more": more})
+    seconds = evaluation.get("seconds_per_decision")
+    if seconds is not None:
+        value = f"{1e3 * seconds:.2g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.2g} µs"
+        numbers.append({"name": "A decision takes", "value": value, "more": "of one episode, in batches"})
+    return numbers
+
+
+def _by_context(means: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    rows = [
+        [name, *(_rounded(mean[key]) for key in ("mean", "standard_error", "deviation", "num_episodes"))]
+        for name, mean in means.items()
+    ]
+    columns = ["Context", "Return", "Standard error", "Standard deviation", "Episodes"]
+    return {"label": "Return by context", "columns": columns, "rows": rows}
+
+
+def _rounded(value: float | int | None) -> float | int | None:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _table(folder: RunFolder, name: str) -> dict[str, Any]:
+    columns = folder.read_table(name)
+    cells = [[_cell(cell) for cell in column] for column in columns.values()]
+    return {"columns": list(columns), "rows": [list(row) for row in zip(*cells, strict=True)]}
+
+
+def _rhat(folder: RunFolder) -> dict[str, Any] | None:
+    """R-hat, the worst rows first, and in a sentence."""
+    table = _table(folder, RHAT)
+    titles: list[str] = table["columns"]
+    if "r_hat" not in titles:
+        return None
+    k = titles.index("r_hat")
+    known: list[list[Any]] = [row for row in table["rows"] if isinstance(row[k], float | int)]
+    if not known:
+        return None
+    known.sort(key=lambda row: -row[k])
+    above = sum(row[k] > GOOD_RHAT for row in known)
+    agree = f"all {len(known)} are" if not above else f"{len(known) - above} of {len(known)} are"
+    sentence = f"R-hat is {known[0][k]:.3f} at most; {agree} at or below {GOOD_RHAT}, where chains agree."
+    if len(known) > MOST_ROWS:
+        sentence += f" The {MOST_ROWS} highest:"
+    shown = [0, *(i for i, title in enumerate(titles) if i and title in RHAT_COLUMNS)]
+    return {
+        "columns": [titles[i] for i in shown],
+        "rows": [[row[i] for i in shown] for row in known[:MOST_ROWS]],
+        "decimals": [RHAT_COLUMNS.get(titles[i]) for i in shown],
+        "sentence": sentence,
+    }
+
+
+def _number(text: str) -> float:
+    """A cell as a number; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _cell(text: str) -> float | int | str | None:
+    """A cell as what it looks like: a number, words, or nothing."""
+    number = _number(text)
+    if math.isfinite(number):
+        return int(number) if text.strip().lstrip("+-").isdigit() else number
+    return text if text.strip() and not math.isinf(number) and text.strip().lower() != "nan" else None
+
+
+def _thinned(values: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    """Means of `size` neighbours, without those that are not known."""
+    groups = [values[i : i + size] for i in range(0, len(values), size)]
+    known = [each[np.isfinite(each)] for each in groups]
+    return np.array([each.mean() if len(each) else np.nan for each in known])
+
+
+def _rows(values: Mapping[str, Any]) -> Sequence[list[str]]:
+    return [[str(name), _shown(value)] for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Scripts to be read and run, from the root of the repository."""

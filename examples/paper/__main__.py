@@ -1,0 +1,179 @@
+"""The command: do what is left to do, and write the table and the figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from examples import paper
+from examples.paper import figures, pool
+from examples.paper.comparison import Comparison, as_csv, as_markdown
+from examples.paper.parts import Part, parts
+from examples.paper.sizes import FULL, QUICK, Sizes
+from examples.paper.tasks import Store, Task, distinct, source_hash
+from solvers.checkpoint import write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TASKS, TABLE, TIMES = "tasks", "comparison", "times.csv"
+INTERRUPTED = 130
+
+NOTE = """\
+“±” is the standard error of ours; the paper does not say what its own is. A difference is clear if its 95 %
+interval leaves out zero, by Student's t, as few seeds do not know their spread well. Entropies are by the
+most exact filter there is; in Figure 3, by the learner's own. Figure 3 shows C-IDS as it explores, and RDPG
+as it would play for good. An episode is one trajectory: the paper speaks of 10,000 episodes of training and
+of 200 trajectories in an iteration, and does not say whether the one counts the other."""
+
+SMALL = (
+    "**These sizes are for a quick look: learners stop early, planners think little. They settle nothing.**"
+)
+
+
+def reproduce(
+    sizes: Sizes,
+    folder: Path,
+    *,
+    only: Sequence[str] = (),
+    workers: int = 2,
+    progress: Callable[[str], None] = print,
+) -> int:
+    """Do what is left to do, and write every part that is complete.
+
+    Args:
+        sizes: How much of everything.
+        folder: For tasks, table and figures.
+        only: Names of parts to work on; all if empty.
+        workers: How many processes.
+        progress: Given lines for people.
+
+    Returns:
+        The exit code: 0, 1 if a task failed, or 130 if Ctrl-C was pressed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder / TASKS, source_hash())
+    every = parts(sizes)
+    tasks = wanted(every, only, store.source)
+    progress(f"{done(tasks, store)} of {len(tasks)} tasks are finished; working in {folder}")
+    try:
+        failures = pool.run(tasks, store, workers, progress)
+        progress(conclusion(sizes, store, folder))
+    except KeyboardInterrupt:
+        progress(
+            f"stopped: {done(tasks, store)} of {len(tasks)} tasks are finished and kept in {folder}; "
+            "the same command goes on from there"
+        )
+        return INTERRUPTED
+    for name, reason in failures.items():
+        print(f"\n{name} failed:\n{reason}", file=sys.stderr)
+    if failures:
+        progress(f"{len(failures)} tasks failed; the same command tries them again, and no others")
+    return 1 if failures else 0
+
+
+def wanted(every: Sequence[Part], only: Sequence[str], source: str) -> list[Task]:
+    """The tasks of parts with these names, and what they need, each once."""
+    return distinct([task for part in every if not only or part.name in only for task in part.tasks], source)
+
+
+def done(tasks: Sequence[Task], store: Store) -> int:
+    """How many are finished."""
+    return sum(store.finished(task) for task in tasks)
+
+
+def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
+    """Write table and figures of all parts that are complete; the table, in words and numbers."""
+    rows: list[Comparison] = []
+    sentences, missing = [], []
+    seconds: dict[str, float] = {}
+    for part in parts(sizes):
+        tasks = distinct(part.tasks, store.source)
+        if done(tasks, store) < len(tasks):
+            missing.append(part.name)
+            continue
+        outcome = part.conclude(store.result)
+        rows += outcome.rows
+        sentences += [row.sentence() for row in outcome.rows if row.paper is not None] + [*outcome.sentences]
+        for name, figure in outcome.figures:
+            figures.save(figure, folder, name)
+        seconds |= {task.name: store.seconds(task) for task in tasks}
+    lines = [f"- {sentence}" for sentence in sentences]
+    if missing:
+        lines.append(f"- Not complete, and left out here: {', '.join(missing)}.")
+    used = "Sizes: " + ", ".join(f"{name} {size:,}" for name, size in asdict(sizes).items()) + "."
+    warning = [] if sizes == FULL else [SMALL]
+    head = ["# The paper and ours", *warning, as_markdown(rows)]
+    text = "\n\n".join([*head, "\n".join(lines), NOTE, used.replace("_", " ")]) + "\n"
+    _write(folder / f"{TABLE}.md", text)
+    _write(folder / f"{TABLE}.csv", as_csv(rows))
+    _write(folder / TIMES, "task,seconds\n" + "".join(f'"{name}",{s:.1f}\n' for name, s in seconds.items()))
+    return f"\n{text}\nwritten to {folder}: {TABLE}.md, {TABLE}.csv, {TIMES}, and figures as PNG and SVG"
+
+
+def _write(path: Path, text: str) -> None:
+    def save(file: Path) -> None:
+        file.write_text(text, encoding="utf-8")
+
+    write(path, save)
+
+
+def listing(sizes: Sizes, folder: Path, only: Sequence[str]) -> str:
+    """Parts and tasks, which are finished, and about how long the others take."""
+    store = Store(folder / TASKS, source_hash())
+    lines = []
+    for part in parts(sizes):
+        if only and part.name not in only:
+            continue
+        lines.append(f"{part.name}  {part.title}")
+        for task in distinct(part.tasks, store.source):
+            state = "finished" if store.finished(task) else f"about {max(task.seconds, 1):.0f} s"
+            lines.append(f"    {task.name}: {state}")
+    tasks = wanted(parts(sizes), only, store.source)
+    left = sum(task.seconds for task in tasks if not store.finished(task))
+    lines.append(
+        f"{done(tasks, store)} of {len(tasks)} finished; about {left / 60:.0f} minutes of one core left"
+    )
+    return "\n".join(lines)
+
+
+def positive(text: str) -> int:
+    """A number of processes."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.paper",
+        description=paper.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [part.name for part in parts(QUICK)]
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, in a folder of their own")
+    parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where (runs/paper)")
+    parser.add_argument("--workers", type=positive, default=2, help="processes (2)")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
+    parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
+    options = parser.parse_args(arguments)
+    sizes, folder = (QUICK, options.out / "quick") if options.quick else (FULL, options.out / "full")
+    if options.list:
+        print(listing(sizes, folder, options.only))
+        return 0
+    return reproduce(
+        sizes,
+        folder,
+        only=options.only,
+        workers=options.workers,
+        progress=lambda line: print(line, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

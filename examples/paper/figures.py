@@ -1,0 +1,166 @@
+"""The figures, from what tasks have found out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, TRUTH
+from solvers.checkpoint import write
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from examples.paper.comparison import Measured
+
+COLOUR = {
+    "C-IDS, information": COLOURS[0],
+    "C-IDS, variational, as printed": COLOURS[4],
+    "C-IDS, variational, critic": COLOURS[1],
+    "RDPG-RNN": COLOURS[2],
+    "POMCP, raw observations": COLOURS[3],
+    "POMCP, 10 bins": COLOURS[5],
+}
+"""The same for everybody everywhere."""
+
+POINTS = 60  # of a curve, at least, that averaging over neighbours leaves different
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and SVG, the same bytes for the same figure."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with mpl.rc_context({"svg.hashsalt": name}):
+        write(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
+        write(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
+    return paths
+
+
+def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Figure 3: return, entropy and regret against episodes learned from; mean and s.d. over seeds.
+
+    Args:
+        curves: For every learner, the outcomes of its fits.
+    """
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for name, fits in curves.items():
+        best = fits[0]["best_return"]
+        episodes = np.array(fits[0]["episodes"], dtype=float)
+        returns = np.array([smoothed(fit["return"]) for fit in fits])  # [seeds, points]
+        entropies = np.array([smoothed(fit["entropy"]) for fit in fits])
+        for axis, values in zip(axes, (returns, entropies, best - returns), strict=True):
+            mean, sd = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
+            axis.plot(episodes, mean, color=COLOUR[name], lw=1.6, label=f"{name}, {len(fits)} seeds")
+            axis.fill_between(episodes, mean - sd, mean + sd, color=COLOUR[name], alpha=BAND, lw=0)
+    axes[0].axhline(best, color=TRUTH, lw=1, ls="dashed", label="told the context")
+    labels = ("return", "H(C|Y) in bits", "regret")
+    for axis, label in zip(axes, labels, strict=True):
+        axis.set(title=label, xlabel="episodes learned from", xscale="log")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("episodes learned from; bands are the s.d. over seeds")
+    axes[1].set_ylim(bottom=0.0)
+    axes[2].set_ylim(bottom=0.0)
+    legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    legend.set_frame_on(False)
+    return figure
+
+
+def smoothed(values: Sequence[float]) -> Any:
+    """Means over up to a sixtieth of the curve before each value; what was not measured is left out."""
+    width = max(1, len(values) // POINTS)
+    x = np.array(values, dtype=float)
+    return np.array([np.nanmean(x[max(0, k + 1 - width) : k + 1]) for k in range(len(x))])
+
+
+def variance_ratios(entropy: Mapping[str, Measured], returns: Mapping[str, Measured]) -> Figure:
+    """Figure 4: entropy and return for every variance ratio; bars are the s.d. over seeds.
+
+    Args:
+        entropy: By ratio.
+        returns: By ratio.
+    """
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    shown = {"H(C|Y) in bits": entropy, "return": returns}
+    for axis, (label, measured) in zip(axes, shown.items(), strict=True):
+        means = [each.mean for each in measured.values()]
+        bars = [each.over_seeds or 0.0 for each in measured.values()]
+        colour = COLOUR["C-IDS, information"]
+        axis.errorbar(list(measured), means, bars, color=colour, marker="o", lw=1.6, capsize=5)
+        axis.set(title=label, xlabel="dark : light variance; bars are the s.d. over seeds")
+        axis.margins(x=0.15)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylim(bottom=0.0)
+    return figure
+
+
+def policies(played: Mapping[str, Mapping[str, Any]], first: str) -> Figure:
+    """Figure 5: one policy in either context above, all of them below, with their mean as a thick line.
+
+    Args:
+        played: Trajectories, by policy.
+        first: Which one is above.
+    """
+    names = played[first]["context_names"]
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
+    axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
+    for c, context in enumerate(names):
+        above, below = axes[:, c]
+        for path in paths_in(played[first], c):
+            above.plot(path, color=COLOUR[first], alpha=0.7, lw=1.2)
+        above.set_title(f"{first}; {context}", fontsize=11)
+        for name, episodes in played.items():
+            paths = paths_in(episodes, c)
+            below.plot(paths.T, color=COLOUR[name], alpha=0.25, lw=0.9)
+            below.plot(paths.mean(0), color=COLOUR[name], lw=2.6, label=name)
+        below.set_title(f"everybody, and their means; {context}", fontsize=11)
+        below.set_xlabel("time")
+        for axis in (above, below):
+            axis.axhspan(*((1, 25) if c == 0 else (-25, -1)), color=COLOURS[6], alpha=0.22, lw=0)
+            axis.axhline(0, color=GREY, lw=0.8)
+            axis.set_ylim(-23, 23)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("position; yellow is rewarded")
+    legend = figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    legend.set_frame_on(False)
+    return figure
+
+
+def line_grid(played: Mapping[str, Any]) -> Figure:
+    """The line grid: where C-IDS goes in either context, and what it comes to believe."""
+    names = played["context_names"]
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
+    truth = np.array(played["truth"])  # [B, T + 1]
+    for c, context in enumerate(names):
+        above, below = axes[:, c]
+        paths = paths_in(played, c)
+        apart = np.linspace(-0.18, 0.18, len(paths))[:, None]  # or equal paths would be one line
+        for path in np.where(paths == played["done"], np.nan, paths) + apart:
+            above.plot(path, color=COLOURS[c], alpha=0.8, lw=1.2, marker="o", ms=3)
+        for curve in truth[np.array(played["contexts"]) == c]:
+            below.plot(curve, color=COLOURS[c], alpha=0.6, lw=1.2)
+        above.set_title(context, fontsize=11)
+        below.set(xlabel="time", ylim=(-0.03, 1.03))
+        for axis in (above, below):
+            axis.grid(alpha=0.3)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("cell, until a target is collected")
+    axes[1, 0].set_ylabel("P(true context | history)")
+    return figure
+
+
+def paths_in(played: Mapping[str, Any], context: int) -> Any:
+    """States of the episodes in a context, `[n, T + 1]`."""
+    states = np.array(played["states"], dtype=float)
+    return states[np.array(played["contexts"]) == context]

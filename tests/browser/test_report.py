@@ -1,0 +1,249 @@
+"""The report in a real browser: it draws itself without complaint, and its controls do what they say."""
+
+from __future__ import annotations
+
+import os
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from cpomdp_ppl import RandomPolicy, evaluate
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.report import write_report
+from cpomdp_ppl.run_folder import RunFolder
+from tests.browser.chromium import Chromium, find_chromium
+
+EVIL = "</script><script>document.title = 'broken'</script><img src=x onerror=\"document.title = 'broken'\">"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    path = find_chromium()
+    if path is None:
+        missing = "no Chromium found: install chromium, or set CHROMIUM to the path of one"
+        if os.environ.get("REQUIRE_CHROMIUM"):  # where a skip would pass unnoticed
+            pytest.fail(missing)
+        pytest.skip(missing)
+    with Chromium(path, tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+def report(path, model, policy=None, *, results=True, **settings):
+    """A page about a run with results and a history."""
+    folder = RunFolder.create(path, "fit", model=f"cpomdp_ppl.models:{type(model).__name__}", seed=1)
+    if results:
+        folder.write_json("evaluation.json", evaluate(model, RandomPolicy(model.num_actions), 20).as_dict())
+        steps = range(1, 41)
+        columns = {"return": [k / 10 for k in steps], "temperature": [3 / k for k in steps]}
+        folder.write_table("history.csv", {"iteration": steps, **columns})
+        folder.write_table(
+            "rhat.csv", {"quantity": ["a", "b"], "ess_bulk": [401.25, 7.0], "r_hat": [1.0, 1.5]}
+        )
+    folder.finish()
+    return write_report(path, model=model, policy=policy, num_episodes=4, num_particles=40, **settings)
+
+
+@pytest.fixture(scope="module")
+def light_dark(tmp_path_factory):
+    def look_then_go(history):
+        p = torch.tensor([0.1, 0.2, 0.7] if history.time < 8 else [0.05, 0.9, 0.05])
+        return dist.Categorical(probs=p.expand(history.num_episodes, 3))
+
+    return report(tmp_path_factory.mktemp("reports") / "light dark", LightDark(), look_then_go, seed=2)
+
+
+@pytest.fixture
+def page(browser, light_dark):
+    """Light–Dark's page, just opened."""
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(light_dark)
+    yield browser
+    assert browser.complaints == []
+
+
+def text(browser, selector):
+    return browser.evaluate(f"document.querySelector('{selector}').textContent")
+
+
+def picture(browser):
+    return browser.evaluate("document.querySelector('#picture').innerHTML")
+
+
+def clock(browser):
+    words = text(browser, "#clock").split()  # t = 3 of 20
+    assert int(words[2]) == int(browser.evaluate("document.querySelector('#time').value"))
+    return int(words[2])
+
+
+def test_it_draws_everything_and_loads_nothing(page, light_dark, tmp_path):
+    sections = page.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
+    assert sections == ["headline", "player", "convergence", "diagnostics", "configuration"]
+    cells = page.evaluate("[...document.querySelectorAll('#diagnostics td')].map((each) => each.textContent)")
+    assert cells == ["b", "7", "1.500", "a", "401", "1.000"]
+    assert page.requests == [light_dark.absolute().as_uri()]
+    assert text(page, "h1") == "LightDark"
+    assert page.evaluate("document.querySelectorAll('#convergence svg path').length") >= 2
+    shot = tmp_path / "report.png"
+    page.screenshot(shot)
+    assert shot.read_bytes().startswith(b"\x89PNG")
+    assert shot.stat().st_size > 20_000
+
+
+def test_buttons(page):
+    assert clock(page) == 0
+    assert page.evaluate("document.querySelector('#back').disabled")
+    before = picture(page)
+    page.click("#forward")
+    assert clock(page) == 1
+    assert picture(page) != before
+    page.click("#forward")
+    assert clock(page) == 2
+    page.click("#back")
+    assert clock(page) == 1
+    page.click("#last")
+    assert clock(page) == 20
+    assert page.evaluate("document.querySelector('#forward').disabled")
+    assert page.evaluate("document.querySelector('#decision').hidden")  # nothing is left to decide
+    assert "over, with a return of" in text(page, "#said")
+    page.click("#first")
+    assert clock(page) == 0
+    assert picture(page) == before
+
+
+def test_keys(page):
+    for key, expected in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 20), ("Home", 0)]:
+        page.press(key)
+        assert clock(page) == expected
+    page.press("ArrowLeft")
+    assert clock(page) == 0  # there is nothing before
+    first = text(page, "#episode option:checked")
+    page.press("PageDown")
+    assert text(page, "#episode option:checked") != first
+    page.press("PageUp")
+    assert text(page, "#episode option:checked") == first
+
+
+def test_slider(page):
+    page.evaluate("document.querySelector('#time').focus()")
+    page.press("ArrowRight")
+    assert clock(page) == 1
+    page.press("End")
+    assert clock(page) == 20
+
+
+def test_playing(page):
+    page.press(" ")
+    assert page.evaluate("document.querySelector('#play').ariaLabel") == "Pause"
+    assert page.evaluate("document.querySelector('#said').ariaLive") == "off"
+    page.wait("Number(document.querySelector('#time').value) >= 2")
+    page.click("#play")
+    stopped = clock(page)
+    assert page.evaluate("document.querySelector('#play').ariaLabel") == "Play"
+    assert page.evaluate("document.querySelector('#said').ariaLive") == "polite"
+    page.evaluate("new Promise((done) => setTimeout(done, 1000))")
+    assert clock(page) == stopped
+    # It stops by itself at the end, and starts from the beginning there.
+    page.press("End")
+    page.press("ArrowLeft")
+    page.evaluate("document.querySelector('#play').blur()")
+    page.press(" ")
+    page.wait("document.querySelector('#play').ariaLabel === 'Play'")
+    assert clock(page) == 20
+    page.press(" ")
+    assert clock(page) < 20
+    page.press(" ")
+
+
+def test_what_is_shown_is_what_was_recorded(page):
+    data = page.evaluate("JSON.parse(document.querySelector('#data').textContent).player")
+    for episode, time in [(0, 0), (1, 5), (3, 19)]:
+        page.evaluate(
+            f"(() => {{ const e = document.querySelector('#episode'); e.value = {episode};"
+            " e.dispatchEvent(new Event('change')); const s = document.querySelector('#time');"
+            f" s.value = {time}; s.dispatchEvent(new Event('input')); }})()"
+        )
+        assert clock(page) == time
+        action = data["actions"][data["action"][episode][time]]
+        assert text(page, "#why tr.chosen td") == action
+        widths = page.evaluate("[...document.querySelectorAll('#belief .fill')].map((e) => e.style.width)")
+        shown = [float(width.rstrip("%")) / 100 for width in widths]
+        assert shown == pytest.approx(data["posterior"][episode][time], abs=1e-3)
+        marked = page.evaluate("document.querySelector('#belief .true').parentNode.firstChild.textContent")
+        assert marked == data["contexts"][data["true_context"][episode]]
+        seen = data["seen"]["z"][episode][time]
+        said = text(page, "#saw").replace("−", "-")
+        assert (
+            said == "nothing"
+            if seen is None
+            else float(said.split("=")[1]) == pytest.approx(seen[0], rel=6e-3)
+        )
+
+
+def test_narrow_and_dark(browser, light_dark):
+    browser.complaints.clear()
+    browser.open(light_dark, width=390, height=800, dark=True)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390  # nothing sticks out
+    back, ink = (
+        browser.evaluate(f"getComputedStyle(document.body).{name}") for name in ("background", "color")
+    )
+    assert "17, 19, 24" in back
+    assert "233, 235, 239" in ink
+    before = picture(browser)
+    browser.click("#forward")
+    assert picture(browser) != before
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("model", [LineGrid, ContextualTiger, Beacons], ids=lambda model: model.__name__)
+def test_other_models(browser, tmp_path, model):
+    browser.complaints.clear()
+    made = model(horizon=5)
+    # One whose policy gives actions, without probabilities.
+    policy = RandomPolicy(5) if model is Beacons else lambda history: torch.zeros(history.num_episodes).long()
+    browser.open(report(tmp_path / "run", made, policy, results=False))
+    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
+    assert sections == ["player", "configuration"]
+    start = picture(browser)
+    browser.press("End")
+    assert picture(browser) != start
+    if model is Beacons:  # position and heading
+        whole = picture(browser)
+        browser.evaluate(
+            "(() => { const e = document.querySelector('#part'); e.value = 1;"
+            " e.dispatchEvent(new Event('change')); })()"
+        )
+        assert picture(browser) != whole
+        assert text(browser, "#picture text").startswith("heading")
+    else:
+        assert browser.evaluate("document.querySelector('#part') === null")
+        browser.press("Home")
+        headings = browser.evaluate("[...document.querySelectorAll('.why th')].map((e) => e.textContent)")
+        assert "Policy" not in headings
+    assert browser.complaints == []
+
+
+def test_names_cannot_break_out(browser, tmp_path):
+    class Evil(LineGrid):
+        contexts = (EVIL, "plain")
+        actions = (EVIL, "right", "sense")
+
+    Evil.__doc__ = EVIL
+    browser.complaints.clear()
+    browser.open(report(tmp_path / "run", Evil(horizon=3), RandomPolicy(3)))
+    browser.press("End")
+    assert browser.evaluate("document.title") == "Evil"
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert text(browser, "#lead") == EVIL
+    assert text(browser, "#belief li .top span").startswith(EVIL)
+    assert browser.complaints == []
+
+
+def test_a_page_without_episodes(browser, tmp_path):
+    browser.complaints.clear()
+    browser.open(report(tmp_path / "run", LineGrid()))
+    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
+    assert sections == ["headline", "convergence", "diagnostics", "configuration"]
+    browser.press("ArrowRight")
+    assert browser.complaints == []

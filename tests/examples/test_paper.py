@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy.stats import ttest_ind_from_stats
+
+from baselines import rdpg
+from cpomdp_ppl.models import LightDark
+from examples.paper import parts as plan
+from examples.paper import pool, work
+from examples.paper.__main__ import main, reproduce
+from examples.paper.comparison import Comparison, Measured, as_csv, as_markdown, contrast, trend
+from examples.paper.published import PUBLISHED, Published
+from examples.paper.sizes import FULL, QUICK
+from examples.paper.tasks import Store, Task, distinct, source_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = replace(QUICK, grid_seeds=1, grid_iterations=30, batch_size=20, episodes=40, trajectories=2)
+TABLES = ("comparison.md", "comparison.csv")
+
+
+def silent(line):
+    pass
+
+
+# Work for the machinery to do; other processes import it from here.
+
+
+def add(settings, folder, needs):
+    """The sum of a number and what is needed; how often this was done is written down."""
+    with (Path(settings["log"]) / "log").open("a") as log:
+        log.write(f"{settings['number']}\n")
+    before = [json.loads((need / "result.json").read_text())["sum"] for need in needs]
+    return {"sum": settings["number"] + sum(before)}
+
+
+def fail_once(settings, folder, needs):
+    mark = Path(settings["log"]) / "failed"
+    if not mark.exists():
+        mark.touch()
+        raise OSError("no luck the first time")
+    return add(settings, folder, needs)
+
+
+def die_once(settings, folder, needs):
+    mark = Path(settings["log"]) / "died"
+    if not mark.exists():
+        mark.touch()
+        os._exit(9)
+    return add(settings, folder, needs)
+
+
+def tree(log, second=add):
+    """1, 2 and 3, of which the last needs both others, and 4 by itself."""
+    numbers = [
+        Task(f"task {n}", kind, {"number": n, "log": str(log)})
+        for n, kind in ((1, add), (2, second), (4, add))
+    ]
+    last = Task("task 3", add, {"number": 3, "log": str(log)}, (numbers[0], numbers[1]), seconds=99)
+    return [last, *numbers], last
+
+
+def logged(log):
+    return sorted((log / "log").read_text().split())
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("sizes", [FULL, QUICK])
+def test_every_part_is_there(sizes):
+    parts = {part.name: part for part in plan.parts(sizes)}
+    assert list(parts) == ["table1", "figure3", "figure4", "figure5", "line-grid"]
+    keys = {name: {task.key("") for task in distinct(part.tasks, "")} for name, part in parts.items()}
+    assert keys["figure3"] < keys["table1"]  # the very same fits
+    assert len(keys["figure4"] & keys["table1"]) == 2 * sizes.seeds  # fits and evaluations at 8:1
+    assert len(keys["figure4"]) == 3 * 2 * sizes.seeds
+    names = " ".join(task.name for task in parts["table1"].tasks)
+    rows = "information|as printed|critic|RDPG-RNN|POMCP, raw|POMCP, 10 bins|POUCT|PFT-DPW|QMDP|approach"
+    assert all(row in names for row in f"{rows}|one way|random|told".split("|"))
+    every = distinct([task for part in parts.values() for task in part.tasks], "")
+    assert len({task.name for task in every}) == len(every)  # or a progress line would be of two
+
+
+def test_sizes():
+    assert FULL.seeds >= 5
+    assert min(QUICK.seeds, QUICK.printed_seeds, QUICK.rdpg_seeds, QUICK.critic_seeds) >= 2
+    assert FULL.episodes == 4000
+    assert FULL.planner_episodes == 100
+
+
+def test_a_key_is_of_everything_that_decides_the_outcome():
+    need = Task("need", add, {"number": 1})
+    task = Task("task", add, {"number": 2}, (need,))
+    same = Task("another name", add, {"number": 2}, (Task("need", add, {"number": 1}),), seconds=7)
+    others = [
+        Task("task", fail_once, {"number": 2}, (need,)),
+        Task("task", add, {"number": 3}, (need,)),
+        Task("task", add, {"number": 2}, (Task("need", add, {"number": 5}),)),
+        Task("task", add, {"number": 2}),
+    ]
+    assert task.key("a") == same.key("a")
+    assert len({task.key("a"), task.key("b"), *(other.key("a") for other in others)}) == 6
+
+
+def test_the_hash_is_of_the_code(tmp_path):
+    files = {
+        "examples/work.py": "import json\nfrom solvers import cids\n",
+        "solvers/__init__.py": "",
+        "solvers/cids.py": "if TYPE_CHECKING:\n    import cpomdp_ppl.model\n",
+        "cpomdp_ppl/__init__.py": "",
+        "cpomdp_ppl/model.py": "def late():\n    from cpomdp_ppl.inference.grid import GridFilter\n",
+        "cpomdp_ppl/inference/__init__.py": "",
+        "cpomdp_ppl/inference/grid.py": "class GridFilter: ...\n",
+        "cpomdp_ppl/page.py": "import cpomdp_ppl.model\n",
+        "elsewhere.py": "",
+    }
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    start = tmp_path / "examples" / "work.py"
+    first = source_hash(start, tmp_path)
+    for name, code in files.items():
+        (tmp_path / name).write_text(code + "x = 1\n")
+        needed = name not in ("cpomdp_ppl/page.py", "elsewhere.py")
+        assert (source_hash(start, tmp_path) != first) == needed, name
+        (tmp_path / name).write_text(code)
+    assert source_hash(start, tmp_path) == first
+
+
+def test_finished_tasks_are_not_run_again(tmp_path):
+    tasks, last = tree(tmp_path)
+    store = Store(tmp_path / "tasks", "code")
+    lines = []
+    assert pool.run(tasks, store, 1, lines.append) == {}
+    assert store.result(last) == {"sum": 6}
+    assert logged(tmp_path) == ["1", "2", "3", "4"]
+    assert [line.split("; ")[1] for line in lines] == ["3 left", "2 left", "1 left", "0 left"]
+    assert pool.run(tasks, store, 1, lines.append) == {}
+    assert logged(tmp_path) == ["1", "2", "3", "4"]
+    assert len(lines) == 4
+
+
+def test_other_code_runs_everything_again(tmp_path):
+    tasks, _ = tree(tmp_path)
+    pool.run(tasks, Store(tmp_path / "tasks", "code"), 1, silent)
+    pool.run(tasks, Store(tmp_path / "tasks", "other code"), 1, silent)
+    assert logged(tmp_path) == sorted(["1", "2", "3", "4"] * 2)
+
+
+def test_a_failure_stops_only_what_needs_it(tmp_path):
+    tasks, last = tree(tmp_path, fail_once)
+    store = Store(tmp_path / "tasks", "code")
+    failures = pool.run(tasks, store, 1, silent)
+    assert list(failures) == ["task 2"]
+    assert "no luck the first time" in failures["task 2"]
+    assert logged(tmp_path) == ["1", "4"]
+    assert not store.finished(last)
+    assert pool.run(tasks, store, 1, silent) == {}
+    assert store.result(last) == {"sum": 6}
+    assert logged(tmp_path) == ["1", "2", "3", "4"]
+
+
+def test_a_process_that_dies_is_a_failure_and_another_takes_its_place(tmp_path):
+    dying = Task("dying", die_once, {"number": 1, "log": str(tmp_path)}, seconds=9)
+    after = Task("after", add, {"number": 2, "log": str(tmp_path)})
+    store = Store(tmp_path / "tasks", "code")
+    agenda = pool.Agenda([after, dying], store, silent)
+    pool._run_in_processes(agenda, store, 1)
+    assert agenda.failures == {"dying": "its process ended with exit code 9"}
+    assert logged(tmp_path) == ["2"]
+    assert pool.run([after, dying], store, 1, silent) == {}
+    assert logged(tmp_path) == ["1", "2"]
+
+
+# Stopping, and going on
+
+
+def started(code):
+    """Another process, whose children can import this file."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition, process=None):
+    for _ in range(1200):
+        if condition():
+            return
+        assert process is None or process.poll() is None, "ended too early"
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert reproduce(TINY, folder, only=["line-grid"], workers=1, progress=silent) == 0
+    return {name: (folder / name).read_text() for name in TABLES}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_it_comes_to_the_same_table(how, tmp_path, uninterrupted):
+    code = f"""
+from pathlib import Path
+from examples.paper.__main__ import reproduce
+from tests.examples.test_paper import TINY
+import sys
+if __name__ == "__main__":
+    sys.exit(reproduce(TINY, Path({str(tmp_path)!r}), only=["line-grid"], workers=2))
+"""
+    process = started(code)
+    wait_for(lambda: list(tmp_path.glob("tasks/fit*/checkpoint/checkpoint.pt")), process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60)
+    wait_for(lambda: not any(map(is_running, children)))  # nobody works on with nobody to report to
+    assert not (tmp_path / TABLES[0]).exists()
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "the same command goes on from there" in output
+    assert reproduce(TINY, tmp_path, only=["line-grid"], workers=1, progress=silent) == 0
+    assert {name: (tmp_path / name).read_text() for name in TABLES} == uninterrupted
+    assert (tmp_path / "line_grid.png").stat().st_size > 10_000
+    assert (tmp_path / "line_grid.svg").read_text().startswith("<?xml")
+
+
+def is_running(pid):
+    """Whether a process runs: one that is over, but not waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# Comparing
+
+
+def measured(mean, error, freedom=1000, seeds=1):
+    return Measured(mean, error, freedom, None, seeds, 4000)
+
+
+def verdict(mean, error, quantity="return", spread=1.345, freedom=1000):
+    paper = Published("C-IDS", quantity, 10.572, spread, "Table 1")
+    return Comparison("ours", quantity, paper, measured(mean, error, freedom), "Table 1").verdict
+
+
+def test_verdicts():
+    assert (
+        verdict(11.472, 0.1)
+        == "higher than the paper by 0.900 ± 0.100 (better), within the paper's own ± 1.345"
+    )
+    assert (
+        verdict(9.572, 0.1) == "lower than the paper by 1.000 ± 0.100 (worse), within the paper's own ± 1.345"
+    )
+    assert verdict(13.572, 0.1).endswith("(better), beyond the paper's own ± 1.345")
+    assert verdict(12.072, 0.1).endswith("within the paper's own ± 1.345")  # 1.5, and 2 × 0.1 are forgiven
+    assert verdict(10.672, 0.1) == "no clear difference (+0.100 ± 0.100)"
+    assert verdict(11.472, 0.1, "entropy").startswith("higher than the paper by 0.900 ± 0.100 (worse)")
+    assert verdict(11.472, 0.1, spread=None) == "higher than the paper by 0.900 ± 0.100 (better)"
+    assert verdict(11.472, 0.1, freedom=1) == "no clear difference (+0.900 ± 0.100)"  # two seeds: 12.7 × 0.1
+    assert verdict(11.472, math.nan) == "differs by +0.900, nobody knows how surely"
+    assert verdict(11.572, 0.0, spread=0.0).startswith("higher than the paper by 1.000")
+    assert verdict(10.572, 0.0, spread=0.0).startswith("no clear difference")
+
+
+@pytest.mark.parametrize("second", [10.0, 10.6, 11.0, 12.0, 14.0])
+def test_clear_is_what_the_t_test_of_welch_finds(second):
+    first_seeds, second_seeds = [9.0, 10.0, 11.0], [second + d for d in (-0.6, -0.2, 0.0, 0.3, 0.5)]
+    one, other = Measured.of_seeds(first_seeds, 1), Measured.of_seeds(second_seeds, 1)
+    test = ttest_ind_from_stats(one.mean, one.over_seeds, 3, other.mean, other.over_seeds, 5, equal_var=False)
+    words = {True: "rises", False: "does not clearly change"}
+    assert words[bool(test.pvalue < 0.05)] in trend("return", ("4:1", one), ("8:1", other))
+    clear = {True: "lower than", False: "not clearly different from"}
+    assert clear[bool(test.pvalue < 0.05)] in contrast("return", ("A", one), ("B", other))
+
+
+def test_seeds_share_their_episodes():
+    results = [
+        {"returns": {"mean": mean, "standard_error": 0.3, "num_episodes": 500}} for mean in (10.0, 12.0)
+    ]
+    ours = Measured.of_evaluations(results, "return")
+    assert (ours.mean, ours.num_seeds, ours.num_episodes) == (11.0, 2, 500)
+    assert ours.over_seeds == pytest.approx(2**0.5)
+    assert ours.standard_error == pytest.approx((0.09 + 2 / 2) ** 0.5)
+    single = Measured.of_evaluations(results[:1], "return")
+    assert (single.standard_error, single.freedom, single.over_seeds) == (
+        pytest.approx(0.3),
+        pytest.approx(499),
+        None,
+    )
+
+
+def fake(task):
+    """Outcomes as tasks have them, of a world in which all is as it is in the paper, or nearly."""
+    mean = {"standard_error": 0.1, "deviation": 8.0, "num_episodes": task.settings.get("episodes", 0)}
+    return {"returns": {"mean": 10.5, **mean}, "entropy": {"mean": 0.5, **mean}, "note": ""}
+
+
+def test_the_table_has_all_that_the_paper_prints():
+    rows = plan.parts(FULL)[0].conclude(fake).rows
+    assert {row.paper for row in rows if row.paper is not None} == set(PUBLISHED)
+    assert [row.policy for row in rows].count("told the context") == 1  # who has nothing to find out
+    text = as_markdown(rows).splitlines()
+    assert len(text) == len(rows) + 2
+    assert (
+        "| C-IDS, information | return | 10.572 ± 1.345 | 10.500 ± 0.100 | s.d. 0.000 of 5 | -0.072 |"
+        in text[2]
+    )
+    table = list(csv.DictReader(as_csv(rows).splitlines()))
+    assert [float(row["ours"]) for row in table] == [row.ours.mean for row in rows]
+    raw = next(row for row in table if row["policy"] == "POMCP, raw observations")
+    assert float(raw["difference"]) == pytest.approx(10.5 + 6.504)
+    assert "beyond the paper's own ± 2.023" in raw["verdict"]
+
+
+def test_figure_3_needs_no_fits_of_its_own():
+    part = plan.parts(QUICK)[1]
+
+    def curve(task):
+        speed = 0.1 if task.work is work.fit_rdpg else 0.2
+        seed = task.settings["seed"]
+        returns = [speed * k + 0.01 * seed for k in range(100)]
+        return {
+            "episodes": list(range(100, 10_100, 100)),
+            "return": returns,
+            "entropy": [1 - k / 100 for k in range(100)],
+            "best_return": 18.0,
+        }
+
+    outcome = part.conclude(curve)
+    assert len(outcome.sentences) == 3
+    # Of the last points of smoothed curves, 9.9 and 19.8 below 18, and half of 0.01 for the seeds.
+    assert (
+        "the regret of C-IDS, information is lower than that of RDPG-RNN (-1.805 and 8.095"
+        in outcome.sentences[0]
+    )
+    ends = [row.ours for row in outcome.rows if row.quantity == "return"]
+    assert ends[0].mean == pytest.approx(0.2 * 89.5 + 0.005)  # of the last twenty
+    assert ends[0].num_episodes == 2000
+    assert len(outcome.figures[0][1].axes) == 3
+
+
+# Work
+
+
+def test_rdpg_is_fitted_as_it_always_is(tmp_path):
+    settings = plan.light_dark() | {"seed": 3, "episodes": 60, "curve_episodes": 10}
+    curve = work.fit_rdpg(settings, tmp_path, ())
+    learned = rdpg.fit(LightDark(), 60, seed=3, progress=False)
+    expected = learned.policy.actor.state_dict()
+    found = work.load_rdpg(LightDark(), tmp_path).actor.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert curve["return"] == learned.history.greedy_return.values.tolist()
+    assert len(curve["entropy"]) == len(curve["episodes"]) == 1
+    assert curve["best_return"] == pytest.approx(17.96, abs=0.005)
+
+
+def test_a_fit_that_was_interrupted_is_not_taken_for_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(work.cids, "fit", lambda *_, **__: SimpleNamespace(finished=False))
+    with pytest.raises(KeyboardInterrupt):
+        work.fit_cids(plan.information_fit(QUICK, "8:1", 0).settings, tmp_path, ())
+
+
+# The command
+
+
+def test_the_list(tmp_path, capsys):
+    assert main(["--quick", "--list", "--only", "figure3", "--out", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert "fit RDPG-RNN, seed 1: about" in listed
+    assert "table1" not in listed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--only", "figure9"], ["--workers", "0"], ["--workers", "two"]])
+def test_bad_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert arguments[1] in capsys.readouterr().err

@@ -1,0 +1,583 @@
+from __future__ import annotations
+
+import ast
+import csv
+import errno
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import arviz as az
+import pytest
+import torch
+
+from cpomdp_ppl import Episodes, RandomPolicy, evaluate, simulate
+from cpomdp_ppl.cli import Command, Recipe, compare, main
+from cpomdp_ppl.cli.model import ModelSpec, as_value
+from cpomdp_ppl.cli.plugins import COMMANDS, POLICIES
+from cpomdp_ppl.models import LineGrid
+from solvers import cids
+
+ROOT = Path(__file__).parent.parent
+LINE_GRID = "cpomdp_ppl.models:LineGrid"
+
+COIN = """
+import pyro
+import pyro.distributions as dist
+import torch
+from sides import FAIR
+from cpomdp_ppl import CPOMDP
+
+class Coin(CPOMDP):
+    contexts, actions, states = ("fair", "loaded"), ("flip", "call fair", "call loaded"), 1
+
+    def __init__(self, bias, horizon=4):
+        super().__init__()
+        self.bias, self.horizon = bias, horizon
+
+    def initial(self, context):
+        return torch.zeros((), dtype=torch.long)
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        heads = torch.where(context == 0, FAIR, self.bias)
+        pyro.sample("heads", dist.Bernoulli(heads).mask(action == 0))
+
+    def reward(self, state, action, context):
+        return torch.where(action == 0, 0.0, torch.where(action == context + 1, 1.0, -1.0))
+
+class Broken(Coin):
+    def __init__(self):
+        super().__init__(0.9)
+
+    def reward(self, state, action, context):
+        return torch.where(action == 0, float("nan"), 0.0)
+
+class Picky(Coin):
+    def __init__(self, size):
+        raise ValueError(f"a size of {size} will not do")
+
+class NoModel:
+    pass
+
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A directory with a model of the user's, which imports what lies beside it, and nothing else."""
+    (tmp_path / "coin.py").write_text(COIN)
+    (tmp_path / "sides.py").write_text("FAIR = 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """As if matplotlib were not installed: drawing takes longest."""
+    monkeypatch.setattr("cpomdp_ppl.cli.figures.is_installed", lambda module: module != "matplotlib")
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def refused(capsys, *words):
+    """What the command says when it refuses, in one sentence and without any result."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("cpomdp: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+QUICK = ("--iterations", "4", "--batch-size", "8", "--likelihood", "exact", "--seed", "5")
+
+
+def test_a_model_of_ones_own_from_check_to_report(elsewhere, capsys):
+    coin = ("coin.py:Coin", "bias=0.8")
+    assert main(["check", *coin]) == 0
+    assert capsys.readouterr().out == "Coin: no faults in 2 contexts, 3 actions, 4 steps\n"
+
+    words = ["--policy", "random", "--num-episodes", "50", "--contexts", "loaded", "--seed", "1"]
+    assert main(["simulate", *coin, *words]) == 0
+    played = Episodes.load("runs/Coin-simulate-1/episodes.npz")
+    model = ModelSpec.of(coin).build()
+    mine = simulate(model, RandomPolicy(3), 50, contexts="loaded", seed=1)
+    assert torch.equal(played.rewards, mine.rewards)
+    with open("runs/Coin-simulate-1/returns.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert row["context"] == "loaded"
+    assert float(row["return"]) == pytest.approx(float(mine.returns.mean()))
+
+    assert main(["fit", *coin, *QUICK, "--run", "here"]) == 0
+    fitted = cids.fit(model, iterations=4, batch_size=8, likelihood="exact", seed=5, progress=False)
+    kept = cids.load("here/solution", model)
+    for name, weight in fitted.policy.state_dict().items():
+        assert torch.equal(kept.policy.state_dict()[name], weight), name
+    with open("here/history.csv") as file:
+        history = list(csv.DictReader(file))
+    assert [float(row["return"]) for row in history] == fitted.history["return"].values.tolist()
+    record = read("here/run.json")
+    assert (record["command"], record["seed"], record["finished"]) == ("fit", 5, True)
+    assert (record["model"], record["arguments"]) == ("coin.py:Coin", {"bias": 0.8})
+    assert (record["settings"]["iterations"], record["settings"]["objective"]) == (4, "information")
+
+    assert main(["evaluate", "here", "--num-episodes", "64", "--seed", "2"]) == 0
+    found, expected = read("here/evaluation.json"), fitted.evaluate(64, seed=2)
+    assert found["returns"]["mean"] == expected.returns.mean
+    assert found["entropy"]["mean"] == expected.entropy.mean
+    assert found["likelihood"] == "exact"
+
+    words = ["--num-episodes", "4", "--draws", "20", "--calibrate", "40", "--likelihood", "exact"]
+    assert main(["diagnose", "here", *words]) == 0
+    assert set(az.from_netcdf("here/episodes.nc").groups()) >= {"posterior", "sample_stats", "observed_data"}
+    assert read("here/calibration.json")["calibrated"] is True
+    with open("here/rhat.csv") as file:
+        rows = {row["quantity"]: row for row in csv.DictReader(file)}
+    posterior = az.from_netcdf("here/episodes.nc").posterior["is_context"].mean(("chain", "draw"))
+    assert float(rows["is_context[0, fair]"]["mean"]) == pytest.approx(float(posterior[0, 0]), abs=1e-5)
+    figures = {path.name for path in Path("here/figures").iterdir()}
+    names = ("solution", "contexts", "states", "filter", "calibration")
+    assert figures == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert set(read("here/run.json")["added"]) == {"evaluate", "diagnose"}
+
+    capsys.readouterr()
+    assert main(["report", "here", "--num-episodes", "2"]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert "call loaded" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fit", "no_such_module:Coin"], "there is no module 'no_such_module'"),
+        (["fit", "cpomdp_ppl.no_such:Coin"], "there is no module 'cpomdp_ppl.no_such'"),
+        (["fit", "missing.py:Coin"], "there is no file missing.py"),
+        (["fit", "coin.py:Dime"], "coin.py has no class 'Dime'; it has Coin, Broken, Picky"),
+        (["fit", "json:Coin"], "json has no class 'Coin'; it has no CPOMDP at all"),
+        (["fit", "coin.py:NoModel"], "is the class NoModel, but expected a subclass of cpomdp_ppl.CPOMDP"),
+        (["fit", "coin.py:constant"], "is a int, but expected a subclass"),
+        (["fit", "coin.py:CPOMDP"], "expected a subclass of cpomdp_ppl.CPOMDP"),
+        (["fit", "coin.py"], "model: expected module:Class or file.py:Class, got coin.py"),
+        (["fit", "coin.py:Coin"], "Coin needs the argument 'bias': add bias=…"),
+        (["fit", "coin.py:Coin", "bais=0.9"], "Coin takes no argument 'bais'; it takes bias, horizon"),
+        (["fit", "coin.py:Broken", "name=3"], "Broken takes no argument 'name'; it takes none"),
+        (["fit", "coin.py:Coin", "0.9"], "arguments: expected key=value after the model, got 0.9"),
+        (["fit", "coin.py:Coin", "bias=1", "bias=2"], "expected each once, got bias twice"),
+        (["fit", "coin.py:Picky", "size=3"], "cannot be made: ValueError: a size of 3 will not do"),
+        (["fit", LINE_GRID, "--iterations", "0"], "--iterations: expected a positive integer, got 0"),
+        (["fit", LINE_GRID, "--iterations", "1.5"], "--iterations: expected a positive integer, got 1.5"),
+        (["fit", LINE_GRID, "--batch-size", "many"], "--batch-size: expected a positive integer, got many"),
+        (
+            ["fit", LINE_GRID, "--learning-rate", "nan"],
+            "--learning-rate: expected a positive number, got nan",
+        ),
+        (["fit", LINE_GRID, "--temperature=-1"], "--temperature: expected a number, not negative, got -1"),
+        (["fit", LINE_GRID, "--seed", "-3"], "--seed: expected an integer from 0 to 2**32 - 1, got -3"),
+        (["fit", LINE_GRID, "--prior", "0.5,0.6"], "--prior: expected probabilities that sum to 1"),
+        (["fit", LINE_GRID, "--prior", "half,half"], "--prior: expected probabilities that sum to 1"),
+        (["fit", LINE_GRID, "--likelihood", "magic"], "--likelihood: likelihood: expected one of smc, ekf"),
+        (["fit", LINE_GRID, "--likelihood", "smc,num_particles=0"], "num_particles: expected a positive"),
+        (["fit", LINE_GRID, "--likelihood", "exact,speed=3"], "unexpected keyword argument 'speed'"),
+        (["fit", LINE_GRID, "--objective", "magic"], "--objective: invalid choice: 'magic'"),
+        (["fit", LINE_GRID, "--itrations", "3"], "unrecognized arguments: --itrations"),
+        (["fit"], "the following arguments are required: MODEL"),
+        (["fti"], "there is no command 'fti'; there are check, simulate, fit"),
+        (["--verbose"], "expected a command before --verbose"),
+        (["evaluate", "nowhere"], "nowhere is not a run folder: there is no such folder"),
+        (["evaluate", "."], "is not a run folder: it has no run.json"),
+        (["evaluate", LINE_GRID], "is a model, so say who acts in it: --policy random"),
+        (["evaluate", LINE_GRID, "--policy", "magic"], "there is no policy 'magic'; there are random,"),
+        (["simulate", LINE_GRID, "--policy", "random", "--contexts", "north"], "contexts: expected"),
+        (["compare", LINE_GRID], "whom to compare?"),
+        (["compare", LINE_GRID, "--policies", "random,random"], "each once, got random,random"),
+        (["compare", LINE_GRID, "--policies", ","], "expected names separated by commas"),
+        (["diagnose", "nowhere", "--calibrate", "0"], "--calibrate: expected a positive integer, got 0"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(elsewhere, capsys, words, said):
+    assert said in refused(capsys, *words)
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_a_prior_of_another_length(capsys):
+    assert "prior: expected" in refused(capsys, "fit", LINE_GRID, "--prior", "0.2,0.3,0.5", "--quiet")
+    assert not list(Path("runs").iterdir())
+
+
+def test_a_backend_that_does_not_serve_the_model(capsys):
+    said = refused(capsys, "fit", "cpomdp_ppl.models:LightDark", "--likelihood", "exact", "--quiet")
+    assert "exact: LightDark does not say that it has finitely many states" in said
+    assert not list(Path("runs").iterdir())  # not even a folder
+
+
+def test_what_goes_wrong_in_a_users_file_is_said(elsewhere, capsys):
+    Path("half.py").write_text("class Coin(\n")
+    assert "half.py cannot be imported: SyntaxError" in refused(capsys, "check", "half.py:Coin")
+    Path("needy.py").write_text("import no_such_package\n")
+    said = refused(capsys, "check", "needy.py:Coin")
+    assert "needy.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in said
+    assert main(["check", "needy.py:Coin", "--traceback"]) == 2
+    assert 'needy.py", line 1' in capsys.readouterr().err
+
+
+def test_a_module_of_the_current_directory(elsewhere, capsys):
+    Path("module_beside.py").write_text("from cpomdp_ppl.models import LineGrid\n")
+    before = list(sys.path)
+    assert main(["check", "module_beside:LineGrid"]) == 0
+    assert sys.path == before
+
+
+def test_a_model_with_faults(elsewhere, capsys):
+    assert main(["check", "coin.py:Broken"]) == 1
+    assert "reward" in capsys.readouterr().out
+    assert main(["fit", "coin.py:Broken"]) == 2
+    err = capsys.readouterr().err
+    assert "Broken has 1 fault" in err
+    assert "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_a_fault_in_a_program_keeps_its_traceback(elsewhere, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("cpomdp_ppl.cli.evaluate.take_stock", broken)
+    assert main(["evaluate", LINE_GRID, "--policy", "random"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ZeroDivisionError: by zero" in err
+
+
+def test_values_are_literals_or_text_and_never_run():
+    assert as_value("(1, 2.5)") == (1, 2.5)
+    assert as_value("None") is None
+    assert as_value("north") == "north"
+    assert as_value("__import__('os').getcwd()") == "__import__('os').getcwd()"
+    assert as_value("") == ""
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_same_fit_is_taken_up_and_another_is_refused(elsewhere, capsys):
+    words = ["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]
+    assert main(words) == 0
+    first = Path("here/history.csv").read_bytes()
+    assert main(words) == 0
+    assert Path("here/history.csv").read_bytes() == first  # with the seconds that it took: not run again
+    capsys.readouterr()
+
+    more = [*words[:4], "5", *words[5:]]
+    assert "its setting iterations is 4, not 5; choose another folder" in refused(capsys, *more)
+    other = ["fit", "coin.py:Coin", "bias=0.9", *words[3:]]
+    assert "its argument bias is 0.8, not 0.9" in refused(capsys, *other)
+    said = refused(capsys, "evaluate", LINE_GRID, "--policy", "random", "--run", "here")
+    assert "its command is 'fit', not 'evaluate'" in said
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_solution_of_another_model(elsewhere, capsys):
+    assert main(["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "evaluate", "here", "--model", "coin.py:Coin", "bias=0.7")
+    assert "solution.json was made with constants" in said
+    said = refused(capsys, "compare", LINE_GRID, "--solution", "here")
+    assert "solution.json was made with" in said
+    # A file that has moved, with the arguments of the run.
+    Path("coin.py").rename("moved.py")
+    assert "there is no file coin.py" in refused(capsys, "evaluate", "here")
+    assert main(["evaluate", "here", "--model", "moved.py:Coin", "--num-episodes", "8"]) == 0
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_weights_that_are_damaged(elsewhere, capsys):
+    assert main(["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]) == 0
+    capsys.readouterr()
+    Path("here/solution/policy.pt").write_bytes(b"nonsense")
+    assert "policy.pt holds something else than weights" in refused(capsys, "evaluate", "here")
+
+
+def test_run_folders_that_will_not_do(elsewhere, capsys):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "here"]) == 0
+    capsys.readouterr()
+    assert "it is of the command 'simulate', not of a fit" in refused(capsys, "evaluate", "here")
+    record = read("here/run.json")
+    Path("here/run.json").write_text(json.dumps({**record, "finished": False}))
+    said = refused(capsys, "evaluate", "here")
+    assert "half-written" in said
+    assert "left episodes.npz, returns.csv" in said
+    Path("here/run.json").write_text(json.dumps({**record, "model": "nonsense"}))
+    assert "model: expected module:Class or file.py:Class, got nonsense" in refused(capsys, "report", "here")
+    Path("here/run.json").write_text(json.dumps({**record, "format": 2}))
+    assert "is of format 2, and this version of cpomdp-ppl reads format 1" in refused(
+        capsys, "report", "here"
+    )
+
+
+@pytest.mark.parametrize("spec", ["here/evil.py:Evil", "./here/../here/evil.py:Evil", "here.evil:Evil"])
+def test_no_code_is_run_from_a_run_folder(elsewhere, capsys, spec):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "here"]) == 0
+    capsys.readouterr()
+    Path("here/evil.py").write_text("open('was_here', 'w')\n")
+    Path("here/__init__.py").write_text("open('was_here', 'w')\n")
+    Path("here/run.json").write_text(json.dumps({**read("here/run.json"), "model": spec}))
+    for command in ("evaluate", "diagnose", "report"):
+        assert "no code is run from there" in refused(capsys, command, "here")
+    assert not Path("was_here").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_full_disk(elsewhere, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words = ["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--quiet", "--run", "here"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "the disk is full: here/run.json could not be written" in refused(capsys, *words)
+    saved = torch.save
+
+    def torch_full(content, path):
+        saved(content, path)
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    with monkeypatch.context() as patch:  # the first file that torch writes is the checkpoint
+        patch.setattr(torch, "save", torch_full)
+        assert "the disk is full: here could not be written" in refused(capsys, *words)
+    assert main(words) == 0
+    assert read("here/run.json")["finished"] is True
+
+
+@pytest.mark.filterwarnings("ignore:iteration .* the information about the context")  # batches are small
+@pytest.mark.usefixtures("undrawn")
+def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(elsewhere, capsys):
+    words = ["fit", LINE_GRID, "horizon=4", "--likelihood", "exact", "--batch-size", "8"]
+    words += ["--iterations", "80", "--checkpoint-every", "5", "--run", "here"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cpomdp_ppl", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # It may be ignored here, as in what a shell runs in the background, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not Path("here/checkpoint/checkpoint.pt").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "the best policy so far is in here/solution" in err
+    assert "to go on from the last checkpoint: cpomdp fit cpomdp_ppl.models:LineGrid horizon=4" in err
+    done = int(re.search(r"stopped after (\d+) of 80 iterations", err)[1])
+    assert 5 <= done < 80
+    seed = read("here/run.json")["seed"]
+    assert read("here/run.json")["finished"] is False
+
+    assert "half-written" in refused(capsys, "evaluate", "here")
+    assert main(["evaluate", "here", "--unfinished", "--num-episodes", "8"]) == 0
+    assert main([*words, "--quiet"]) == 0
+    whole = cids.fit(
+        LineGrid(horizon=4), likelihood="exact", batch_size=8, iterations=80, seed=seed, progress=False
+    )
+    again = cids.load("here/solution", LineGrid(horizon=4))
+    assert again.history["return"].values.tolist() == whole.history["return"].values.tolist()
+    for name, weight in whole.policy.state_dict().items():
+        assert torch.equal(again.policy.state_dict()[name], weight), name
+    assert read("here/run.json")["finished"] is True
+
+
+def test_ctrl_c_before_anything_is_written(elsewhere, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelSpec, "build", interrupted)
+    assert main(["fit", LINE_GRID]) == 130
+    assert capsys.readouterr().err == "cpomdp: stopped, before anything was written\n"
+
+
+def test_a_comparison_measures_nobody_twice(elsewhere, capsys, monkeypatch):
+    played = []
+
+    def interrupted_at_the_second(model, policy, *arguments, **settings):
+        played.append(type(policy).__name__)
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        return evaluate(model, policy, *arguments, **settings)
+
+    monkeypatch.setattr(compare, "evaluate", interrupted_at_the_second)
+    words = ["compare", LINE_GRID, "--policies", "random,likeliest", "--num-episodes", "40", "--seed", "3"]
+    assert main(words) == 130
+    err = capsys.readouterr().err
+    assert "runs/LineGrid-compare-1 has comparison.json" in err
+    assert f"to go on: cpomdp {' '.join(words)} --run runs/LineGrid-compare-1" in err
+    assert main([*words, "--run", "runs/LineGrid-compare-1"]) == 0
+    assert played == ["RandomPolicy", "MostLikelyContext", "MostLikelyContext"]
+    assert "| likeliest | 40 |" in capsys.readouterr().out
+    with open("runs/LineGrid-compare-1/comparison.csv") as file:
+        rows = {row["policy"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["random", "likeliest"]
+    truth = evaluate(LineGrid(), RandomPolicy(3), 40, seed=3)
+    assert float(rows["random"]["return"]) == truth.returns.mean
+    assert float(rows["random"]["regret_standard_error"]) == truth.regret.standard_error
+    assert rows["random"]["training_seconds"] == ""
+
+
+def test_one_episode_has_no_standard_error(elsewhere, capsys):
+    assert main(["compare", LINE_GRID, "--policies", "random", "--num-episodes", "1", "--quiet"]) == 0
+    assert "± nan" in capsys.readouterr().out
+    evaluation = compare.as_evaluation(
+        read("runs/LineGrid-compare-1/comparison.json")["random"]["evaluation"]
+    )
+    assert math.isnan(evaluation.returns.deviation)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_filter_that_is_not_calibrated_is_a_failure(elsewhere, capsys):
+    words = ["diagnose", "cpomdp_ppl.models:LightDark", "horizon=4", "--policy", "random"]
+    words += [
+        "--calibrate",
+        "200",
+        "--likelihood",
+        "smc,num_particles=2",
+        "--num-episodes",
+        "3",
+        "--draws",
+        "20",
+    ]
+    assert main(words) == 1
+    assert "smc is not calibrated" in capsys.readouterr().out
+    assert read("runs/LightDark-diagnose-1/calibration.json")["calibrated"] is False
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_without_matplotlib_there_are_no_figures(elsewhere, capsys):
+    assert main(["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here"]) == 0
+    assert "no figures: they need cpomdp-ppl[plot]" in capsys.readouterr().err
+    assert not Path("here/figures").exists()
+    assert read("here/run.json")["finished"] is True
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_progress_is_told_in_lines_where_there_is_no_terminal(elsewhere, capsys, monkeypatch):
+    monkeypatch.setattr("solvers.commands.EVERY", 0.0)
+    words = ["fit", "coin.py:Coin", "bias=0.8", *QUICK]
+    assert main(words) == 0
+    err = capsys.readouterr().err
+    assert len(re.findall(r"^iteration \d: return -?\d+\.\d\d", err, re.MULTILINE)) == 4
+    assert main([*words, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["Coin-fit-1", "Coin-fit-2"]
+
+
+PLUGIN = """
+from cpomdp_ppl import FunctionPolicy
+from cpomdp_ppl.cli import Command, Recipe
+
+import torch
+
+def greet(options):
+    print("hello", options.whom)
+    return 0
+
+GREET = Command("Say hello.", ("cpomdp greet World",), lambda parser: parser.add_argument("whom"), greet)
+
+def first(history):
+    seen = next(iter(history.latest.observed.values()))
+    return torch.zeros(len(seen), dtype=torch.long)
+
+STILL = Recipe(lambda model, budget: FunctionPolicy(first))
+"""
+
+
+@pytest.fixture
+def plugin(elsewhere, monkeypatch):
+    """Another distribution, installed in a directory of its own."""
+    place = elsewhere / "site"
+    (place / "other-1.0.dist-info").mkdir(parents=True)
+    (place / "other_package.py").write_text(PLUGIN)
+    (place / "other-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n"
+    )
+    (place / "other-1.0.dist-info" / "entry_points.txt").write_text(
+        "[cpomdp_ppl.commands]\ngreet = other_package:GREET\ngone = no_such_package:IT\n"
+        "check = other_package:GREET\n[cpomdp_ppl.policies]\nstill = other_package:STILL\n"
+    )
+    monkeypatch.syspath_prepend(place)
+    yield
+    sys.modules.pop("other_package", None)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_other_packages_add_commands_and_policies(capsys):
+    assert main(["greet", "World"]) == 0
+    assert capsys.readouterr().out == "hello World\n"
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  greet +Say hello\.$", out, re.MULTILINE)
+    assert re.search(r"^  fit +Learn a policy", out, re.MULTILINE)
+    assert "the command 'gone' is not to be had: no_such_package cannot be imported" in out
+    assert "the command 'gone' is not to be had: no_such_package cannot be" in refused(capsys, "gone")
+    assert main(["check", LINE_GRID]) == 0  # what is ours stays ours
+    assert main(["evaluate", LINE_GRID, "--policy", "still", "--num-episodes", "4"]) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS.own)
+def test_every_command_has_help_with_examples_that_parse(capsys, name):
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"usage: cpomdp {name}" in out
+    command = COMMANDS.find(name)
+    assert isinstance(command, Command)
+    assert command.examples
+    for example in command.examples:
+        cpomdp, named, *rest = shlex.split(example)
+        assert (cpomdp, named) == ("cpomdp", name)
+        command.parser(name).parse_intermixed_args(rest)
+
+
+def test_every_policy_is_there():
+    for name in POLICIES.own:
+        assert isinstance(POLICIES.find(name), Recipe)
+
+
+def test_packages_import_only_what_they_may():
+    forbidden = {
+        "cpomdp_ppl": {"solvers", "baselines", "examples"},
+        "solvers": {"baselines", "examples"},
+        "baselines": {"solvers", "examples"},
+    }
+    for package, others in forbidden.items():
+        paths = list((ROOT / package).rglob("*.py"))
+        assert paths
+        for path in paths:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found = {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    found = {node.module or ""}
+                else:
+                    continue
+                assert not others & {name.partition(".")[0] for name in found}, path
+
+
+def test_version_and_usage(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("cpomdp-ppl")
+    assert main([]) == 2
+    assert "usage: cpomdp COMMAND" in capsys.readouterr().out
