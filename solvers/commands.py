@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.command import Command
@@ -11,18 +13,23 @@ from cpomdp_ppl.cli.figures import write_figures
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
     count,
+    episodes_option,
     likelihood_option,
     model_arguments,
     non_negative,
     note,
+    policy_option,
     positive,
     prior_option,
+    probabilities,
     run_option,
     seed_option,
     shows_progress,
 )
 from cpomdp_ppl.cli.policies import Budget, Recipe
-from cpomdp_ppl.cli.target import SOLUTION, Results
+from cpomdp_ppl.cli.target import SOLUTION, Results, Target
+from cpomdp_ppl.evaluation import Mean
+from cpomdp_ppl.inference import as_backend
 from solvers import cids
 from solvers.objectives import OBJECTIVES
 
@@ -30,13 +37,16 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Mapping
 
+    from matplotlib.figure import Figure
+
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
     from cpomdp_ppl.run_folder import RunFolder
     from solvers.callbacks import Callback
+    from solvers.run import Run
     from solvers.solution import Solution
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT, LIVED = "checkpoint", "algorithm_1"
 EVERY = 10.0  # seconds between lines that tell of progress, where there is no terminal
 
 
@@ -140,9 +150,19 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=count, default=25, help="iterations apart (default: %(default)s)"
     )
-    prior_option(parser)
+    parser.add_argument(
+        "--prior",
+        type=prior_or_priors,
+        metavar="P,P,…",
+        help="over contexts, such as 0.5,0.5; or dirichlet, to be ready for any (for cpomdp run)",
+    )
     seed_option(parser, None)
     run_option(parser)
+
+
+def prior_or_priors(text: str) -> str | tuple[float, ...]:
+    """Probabilities, or `dirichlet` for priors from all over the simplex."""
+    return text if text == "dirichlet" else probabilities(text)
 
 
 FIT = Command(
@@ -151,9 +171,122 @@ FIT = Command(
         "cpomdp fit cpomdp_ppl.models:LightDark --seed 1",
         "cpomdp fit cpomdp_ppl.models:LightDark dark_variance=16 --likelihood ekf --seed 1 --run runs/ld16",
         "cpomdp fit my_model.py:Maze horizon=30 --iterations 400 --temperature 1 --prior 0.7,0.3",
+        "cpomdp fit cpomdp_ppl.models:LightDark --prior dirichlet",
     ),
     _options,
     fit,
+)
+
+
+def run(options: Namespace) -> int:
+    """Meet the same unknown context episode after episode."""
+    target = Target.of(options)
+    backend = as_backend("smc") if options.likelihood is None else options.likelihood
+    settings = {
+        "policy": options.policy,
+        "context": options.context,
+        "num_episodes": options.num_episodes,
+        "num_runs": options.num_runs,
+        "likelihood": repr(backend),
+        "settled": options.settled,
+        "prior": options.prior,
+    }
+    results = target.results(options, "run", settings)
+    folder = results.folder
+    with results.kept():
+        lived = cids.run(
+            target.model,
+            options.context,
+            options.num_episodes,
+            solution=target.policy,
+            prior=target.prior if options.prior is None else options.prior,
+            num_runs=options.num_runs,
+            likelihood=backend,
+            settled=options.settled,
+            seed=results.seed,
+            progress=shows_progress(options),
+        )
+        if not lived.num_episodes:  # stopped before the first
+            raise KeyboardInterrupt
+        folder.write_table(f"{LIVED}.csv", as_columns(lived))
+        folder.write_data(f"{LIVED}.nc", lived.to_inference_data(seed=results.seed))
+        sure = options.settled is not None and bool((lived.posteriors[:, -1].amax(1) > options.settled).all())
+        if lived.num_episodes < options.num_episodes and not sure:
+            raise Interrupted(
+                f"stopped after {lived.num_episodes:,} of {options.num_episodes:,} episodes, which are in "
+                f"{folder.path / LIVED}.csv; to begin again: {results.again()}"
+            )
+        write_figures(options, folder, {LIVED: lambda: picture(lived)})
+        results.finish()
+    print(table(lived))
+    note(options, f"episodes: {folder.path / LIVED}.csv and .nc")
+    return OK
+
+
+def as_columns(lived: Run) -> dict[str, list[Any]]:
+    """A row for each episode of each run: what was believed after it, and what it earned."""
+    R, K = lived.returns.shape
+    names = lived.model.context_names
+    true = [None] * R if lived.contexts is None else [names[c] for c in lived.contexts.tolist()]
+    after = lived.posteriors[:, 1:]  # [R, K, C]
+    optima = lived.model.context_known_return()
+    columns: dict[str, list[Any]] = {
+        "run": [r for r in range(R) for _ in range(K)],
+        "true_context": [true[r] for r in range(R) for _ in range(K)],
+        "episode": [*range(1, K + 1)] * R,
+        "played": lived.played.flatten().tolist(),
+        "return": lived.returns.flatten().tolist(),
+        "information_nats": lived.information.flatten().tolist(),
+        "entropy_nats": lived.entropy[:, 1:].flatten().tolist(),
+    }
+    if lived.contexts is not None and optima is not None:
+        columns["regret"] = lived.regret(optima).flatten().tolist()
+    return columns | {f"P({name})": after[..., c].flatten().tolist() for c, name in enumerate(names)}
+
+
+def picture(lived: Run) -> Figure:
+    """Regret where it is known in closed form, or else returns; to find it otherwise may take long."""
+    optima = lived.model.context_known_return()
+    return replace(lived, contexts=None).plot() if optima is None else lived.plot(optima)
+
+
+def table(lived: Run) -> str:
+    """Episode by episode, means over the runs that played."""
+    lines = [f"{'episode':>7}  {'runs':>5}  {'return':>20}  {'H(C|H) in bits':>14}"]
+    for k in range(lived.num_episodes):
+        returns = lived.returns[lived.played[:, k], k]
+        bits = float(lived.entropy[:, k + 1].mean()) / math.log(2)
+        mean = Mean.of(returns)
+        earned = f"{mean.mean:.3f} ± {mean.standard_error:.3f}"
+        lines.append(f"{k + 1:>7}  {len(returns):>5,}  {earned:>20}  {bits:>14.4f}")
+    return "\n".join(lines)
+
+
+def _run_options(parser: ArgumentParser) -> None:
+    model_arguments(parser, "target", several="the run folder of a fit with --prior dirichlet, or a model")
+    policy_option(parser)
+    parser.add_argument(
+        "--context", metavar="NAME", help="the true context (default: in proportion to the prior)"
+    )
+    episodes_option(parser, 10)
+    parser.add_argument("--num-runs", type=count, default=1, help="side by side (default: %(default)s)")
+    likelihood_option(parser, "smc")
+    parser.add_argument(
+        "--settled", type=positive, metavar="P", help="stop when a context is more likely than this"
+    )
+    prior_option(parser)
+    seed_option(parser, 0)
+    run_option(parser, "beside the solution, or runs/<model>-<command>-<n>")
+
+
+RUN = Command(
+    "Meet the same unknown context episode after episode, and carry the posterior on (Algorithm 1).",
+    (
+        "cpomdp run runs/LightDark-fit-1 --num-episodes 20 --num-runs 100",
+        "cpomdp run cpomdp_ppl.models:LineGrid --policy likeliest --context 'detector left' --settled 0.99",
+    ),
+    _run_options,
+    run,
 )
 
 

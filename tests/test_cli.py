@@ -160,6 +160,33 @@ def test_a_model_of_ones_own_from_check_to_report(elsewhere, capsys):
     assert "call loaded" in page.read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_algorithm_1(elsewhere, capsys, monkeypatch):
+    coin = ["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--prior", "dirichlet", "--run", "here", "--quiet"]
+    assert main(coin) == 0
+    words = ["run", "here", "--context", "loaded", "--num-episodes", "3", "--num-runs", "5", "--seed", "4"]
+    words += ["--likelihood", "exact"]
+    assert main(words) == 0
+    model = ModelSpec.of(["coin.py:Coin", "bias=0.8"]).build()
+    solution = cids.load("here/solution", model)
+    lived = cids.run(
+        model, "loaded", 3, solution=solution, num_runs=5, likelihood="exact", seed=4, progress=False
+    )
+    with open("here/algorithm_1.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["return"]) for row in rows] == lived.returns.flatten().tolist()
+    assert [float(row["P(loaded)"]) for row in rows] == lived.posteriors[:, 1:, 1].flatten().tolist()
+    assert {row["true_context"] for row in rows} == {"loaded"}
+    assert "run" in az.from_netcdf("here/algorithm_1.nc").groups()
+    assert read("here/run.json")["added"]["run"]["settings"]["context"] == "loaded"
+
+    # As after Ctrl-C: with fewer episodes than were asked for.
+    monkeypatch.setattr(cids, "run", lambda *_, **__: lived)
+    capsys.readouterr()
+    assert main([*words[:4], "--num-episodes", "9"]) == 130
+    assert "stopped after 3 of 9 episodes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -202,6 +229,7 @@ def test_a_model_of_ones_own_from_check_to_report(elsewhere, capsys):
         (["evaluate", LINE_GRID], "is a model, so say who acts in it: --policy random"),
         (["evaluate", LINE_GRID, "--policy", "magic"], "there is no policy 'magic'; there are random,"),
         (["simulate", LINE_GRID, "--policy", "random", "--contexts", "north"], "contexts: expected"),
+        (["run", LINE_GRID, "--policy", "random", "--context", "north"], "north"),
         (["compare", LINE_GRID], "whom to compare?"),
         (["compare", LINE_GRID, "--policies", "random,random"], "each once, got random,random"),
         (["compare", LINE_GRID, "--policies", ","], "expected names separated by commas"),

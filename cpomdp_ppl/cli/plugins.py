@@ -62,6 +62,7 @@ COMMANDS = Table(
         "fit": "solvers.commands:FIT",
         "evaluate": "cpomdp_ppl.cli.evaluate:EVALUATE",
         "compare": "cpomdp_ppl.cli.compare:COMPARE",
+        "run": "solvers.commands:RUN",
         "diagnose": "cpomdp_ppl.cli.diagnose:DIAGNOSE",
         "report": "cpomdp_ppl.cli.report:REPORT",
     },
