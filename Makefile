@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types tests bench clean
+.PHONY: demo paper test lint types tests browser bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/light_dark.py
+
+# `make paper QUICK=1` takes some minutes instead of the better part of an hour.
+paper: $(INSTALLED)
+	$(BIN)/python -m examples.paper $(if $(QUICK),--quick)
 
 test: lint types tests
 
@@ -20,6 +24,10 @@ types: $(INSTALLED)
 
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# The report in a real browser, which must be there: Debian's `chromium`, for instance. `tests` does without.
+browser: $(INSTALLED)
+	REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest tests/browser
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"

@@ -27,8 +27,8 @@ SIZE = (6.2, 4.2)
 def plot_regret(curves: Mapping[str, ArrayLike], bound: Bound | None = None) -> Figure:
     """Cumulative regret as episodes go by: a line for each name, the mean over runs.
 
-    Bands are two standard errors of the mean to either side, if there are several runs. Where the bound is
-    far above, the axis is logarithmic (but linear around zero, as regret may be negative).
+    Bands are two standard errors of the mean to either side, if there are several runs. Where the largest
+    is far above the smallest, the axis is logarithmic (but linear around zero, as regret may be negative).
 
     Args:
         curves: Cumulative regret by name, `[R, K]`, or `[K]` for an expectation.
@@ -40,13 +40,15 @@ def plot_regret(curves: Mapping[str, ArrayLike], bound: Bound | None = None) -> 
         'cumulative regret'
     """
     figure, axis = _figure()
-    longest, highest = _lines(axis, "curves", curves)
+    longest, heights = _lines(axis, "curves", curves)
+    smallest = max(min(heights), 1e-9)
     if bound is not None:
         k = np.arange(1, longest + 1)
         limit = bound(k)
         axis.plot(k, limit, color=TRUTH, ls="dashed", lw=1.4, label=f"bound (τ = {bound.temperature:g})")
-        if limit[np.isfinite(limit)].max(initial=0.0) > 10 * highest:
-            axis.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(max(highest, 1e-9) / 10)))
+        heights.append(limit[np.isfinite(limit)].max(initial=0.0))
+    if max(heights) > 10 * smallest:
+        axis.set_yscale("symlog", linthresh=10.0 ** np.floor(np.log10(smallest)))
     if axis.get_yscale() == "linear":
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     axis.set(xlabel="episode k", ylabel="cumulative regret")
@@ -163,9 +165,9 @@ def _named(argument: str, curves: Any) -> dict[str, NDArray[np.float64]]:
     return {name: np.atleast_2d(curve) for name, curve in named.items()}
 
 
-def _lines(axis: Axes, argument: str, curves: Any, first: int = 1) -> tuple[int, float]:
-    """Means and bands; returns the largest number of episodes, and the largest mean."""
-    longest, highest = 0, 0.0
+def _lines(axis: Axes, argument: str, curves: Any, first: int = 1) -> tuple[int, list[float]]:
+    """Means and bands; returns the largest number of episodes, and how far from zero each mean gets."""
+    longest, heights = 0, []
     for i, (name, curve) in enumerate(_named(argument, curves).items()):
         R, K = curve.shape
         k = np.arange(first, first + K)
@@ -174,8 +176,9 @@ def _lines(axis: Axes, argument: str, curves: Any, first: int = 1) -> tuple[int,
             error = curve.std(0, ddof=1) / R**0.5
             axis.fill_between(k, mean - 2 * error, mean + 2 * error, color=_colour(i), alpha=BAND, lw=0)
         axis.plot(k, mean, color=_colour(i), ls=_style(i), lw=1.6, label=name)
-        longest, highest = max(longest, K), max(highest, float(np.abs(mean).max()))
-    return longest, highest
+        longest = max(longest, K)
+        heights.append(float(np.abs(mean).max()))
+    return longest, heights
 
 
 def _colour(k: int) -> str:
