@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import secrets
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,17 @@ import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cpomdp_ppl.context import as_prior, stratified
-from cpomdp_ppl.errors import rejected, require, require_count, require_model, whole_number
+from cpomdp_ppl.context import as_prior, one_prior, stratified
+from cpomdp_ppl.errors import (
+    rejected,
+    require,
+    require_count,
+    require_model,
+    require_number,
+    whole_number,
+)
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import Policy, as_policy
 from solvers.checkpoint import (
     CheckpointError,
@@ -35,7 +44,7 @@ from solvers.estimators import ActorCritic, Reinforce, as_estimator
 from solvers.learner import Learner, policy_weights
 from solvers.objectives import Variational, as_objective
 from solvers.policies import LSTMPolicy
-from solvers.priors import OnePrior, as_sampler
+from solvers.priors import DirichletPriors, OnePrior, as_sampler, described_priors
 from solvers.run import Diary, Run
 from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
 from solvers.solution import SETTINGS, WEIGHTS, Solution
@@ -147,8 +156,7 @@ def fit(
     rate = as_schedule("learning_rate", learning_rate, positive=True)
     # What an amortised policy is evaluated with, unless another prior is asked for.
     p = model.prior().detach().double() if amortised else priors(1)[0]
-    sequence = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
-    require(sequence, "callbacks", callbacks, "a sequence of functions of iteration, measurements and policy")
+    _require_functions(callbacks, "a sequence of functions of iteration, measurements and policy")
     directory = None if checkpoint is None else made_directory("checkpoint", checkpoint)
     saved = None if directory is None else _saved(directory, model)
 
@@ -158,6 +166,8 @@ def fit(
     if number is None or not 0 <= number < 2**32:
         raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
     net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
+    if amortised and not getattr(net, "amortised", True):
+        raise rejected("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")
     learner = Learner(model, net, backend, goal, gradient, priors, tau, rate, iterations, batch_size, number)
     settings = plain(
         **description(model),
@@ -165,7 +175,7 @@ def fit(
         objective=described(goal),
         estimator=described(gradient),
         policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
-        prior=described(priors) if amortised else p.tolist(),
+        prior=described_priors(priors) if amortised else p.tolist(),
         temperature=described(tau),
         learning_rate=described(rate),
         iterations=iterations,
@@ -230,7 +240,8 @@ def run(
     """Algorithm 1: meet the same unknown context episode after episode, and carry the posterior on.
 
     Every episode is played with the policy for `P(C | H_{k-1})`, in the true context (Remark 3.3), and
-    what was seen turns that into `P(C | H_k)`. Interrupted by Ctrl-C, it returns the episodes so far.
+    what was seen turns that into `P(C | H_k)`. Interrupted by Ctrl-C, it returns the episodes so far; before
+    the first, while a solution is fitted, it stops.
 
     Args:
         model: The CPOMDP; what the agent believes of the world.
@@ -239,7 +250,8 @@ def run(
             with `reset()` and `step(action)` as in Gymnasium, whose observations are those of the model by
             site (or the bare value, if there is one site; None for nothing seen); or a function that
             leads an `Agent` through an episode (`act`, `observe`) and returns what it earned, or None; or
-            a list of them, one for each run.
+            a list of them, one for each run. It must stay in one context: `CPOMDPEnv` draws a new one at
+            each `reset` unless its prior is sure.
         num_episodes: How many episodes K.
         solution: A solution of `fit(model, prior="dirichlet")`, whose policy reads the posterior; or any
             policy. Left out, such a solution is fitted first.
@@ -249,8 +261,8 @@ def run(
         settled: A run stops when it holds a context more likely than this; left out, never.
         resolve: Whether to fit the policy further to every new posterior, run by run, in place of relying
             on what it learned over all priors: True, or settings of `fit` to do it with.
-        seed: Of everything random; left out, fresh entropy is taken. With the same seed, simulated worlds
-            have the same first states and noise whoever acts.
+        seed: Of everything random but environments of your own; left out, fresh entropy is taken. With the
+            same seed, simulated worlds have the same first states and noise whoever acts.
         progress: Whether to show a progress bar.
         callbacks: Called after every episode with the `Run` so far.
 
@@ -269,34 +281,42 @@ def run(
     require_model(model)
     K = require_count("num_episodes", num_episodes)
     number = None if num_runs is None else require_count("num_runs", num_runs)
-    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
-    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
-    require(settled is None or 0 < settled < 1, "settled", settled, "a probability, or None")
-    require(isinstance(resolve, bool | Mapping), "resolve", resolve, "True, False, or settings of fit")
-    require_seed(seed)
-    root = secrets.randbits(32) if seed is None else seed
+    p = one_prior(prior, model)
+    if settled is not None:
+        require_number("settled", settled, "a probability, or None", above=0.0)
+        require(settled < 1, "settled", settled, "a probability, or None")
+    _require_functions(callbacks, "a sequence of functions of the run so far")
+    root = fresh_seed(seed)
     backend = as_backend(likelihood)
     world = as_world(model, environment, number, stratified(p, number or 1, offset=seed_for(root, 0) / 2**32))
     if solution is None:
-        solution = fit(model, prior="dirichlet", likelihood=likelihood, seed=root, progress=progress)
-    policy = as_policy(solution.policy if isinstance(solution, Solution) else solution)
-    if resolve:
-        require(isinstance(policy, nn.Module), "resolve", resolve, "False: the policy has nothing to learn")
+        ready = DirichletPriors(tuple(p.tolist()))
+        solution = fit(model, prior=ready, likelihood=likelihood, seed=root, progress=progress)
+        if not solution.finished:
+            raise KeyboardInterrupt
+    policy = _as_policy(solution, model)
+    if K > 1 and not resolve and not getattr(policy, "amortised", True):
+        warnings.warn(
+            "solution: its policy acts alike whatever the posterior; "
+            'fit it with prior="dirichlet", or say resolve=True',
+            stacklevel=2,
+        )
     plays: Plays = world.play
-    if resolve:
-        further = {**RESOLVING, "likelihood": backend, **(resolve if isinstance(resolve, Mapping) else {})}
-        plays = Resolving(model, world, policy, further).play
+    if resolve is not False:
+        settings = {**RESOLVING, "likelihood": backend, **_settings(resolve)}
+        require(isinstance(policy, nn.Module), "resolve", resolve, "False: the policy has nothing to learn")
+        plays = Resolving(model, world, policy, settings).play
 
     diary = Diary(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
     bar = tqdm(total=K, disable=not progress, desc="episodes", mininterval=0.5)
     try:
         for k in range(K):
             believed = diary.log_posterior.exp()  # [R, C]
-            going = believed.amax(-1) <= (1.0 if settled is None else settled)
+            going = believed.amax(-1) <= (math.inf if settled is None else settled)
             rows = going.nonzero()[:, 0]
             if not len(rows):
                 break
-            diary.write(rows, plays(policy, backend, rows, believed[rows], seed_for(root, 1, k)))
+            diary.write(rows, plays(policy, backend, rows, believed, seed_for(root, 1, k)))
             for callback in callbacks:
                 callback(diary.read())
             bar.update()
@@ -324,12 +344,42 @@ class Resolving:
     def play(self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int) -> Lived:
         """One run after the other; each has a policy of its own in place of the one that is given."""
         lived = []
-        for row, believed in zip(rows.tolist(), prior, strict=True):
+        for row in rows.tolist():
             settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
-            mine = fit(self.model, prior=believed, policy=self.policies[row], **settings).policy
-            row_only = rows.new_tensor([row])
-            lived.append(self.world.play(mine, backend, row_only, believed[None], seed_for(seed, row, 1)))
+            solution = fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
+            if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
+                raise KeyboardInterrupt
+            lived.append(self.world.play(solution.policy, backend, rows.new_tensor([row]), prior, seed))
         return Lived.joined(lived)
+
+
+def _as_policy(solution: Solution | Policy, model: CPOMDP) -> Policy:
+    """The policy of a solution of a model like this one, or a policy as it is."""
+    if not isinstance(solution, Solution):
+        proper = isinstance(solution, Policy) and not isinstance(solution, type)
+        require(proper or callable(solution), "solution", solution, "a Solution, or a policy")
+        return as_policy(solution)
+    theirs, ours = description(solution.model), description(model)
+    for part in ("contexts", "actions", "observations"):
+        require(theirs[part] == ours[part], "solution", f"one for {part} {theirs[part]}", f"{ours[part]}")
+    policy: Policy = solution.policy
+    return policy
+
+
+def _settings(resolve: Any) -> dict[str, Any]:
+    """Settings of `fit` that a caller may give for fitting further."""
+    names = set(inspect.signature(fit).parameters) - {"model", "prior", "policy", "checkpoint"}
+    expected = f"True, False, or settings of fit out of {sorted(names)}"
+    require(isinstance(resolve, bool | Mapping), "resolve", resolve, expected)
+    given = dict(resolve) if isinstance(resolve, Mapping) else {}
+    unknown = sorted(map(str, given.keys() - names))
+    require(not unknown, "resolve", unknown, expected)
+    return given
+
+
+def _require_functions(callbacks: Any, expected: str) -> None:
+    proper = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
+    require(proper, "callbacks", callbacks, expected)
 
 
 class Fitting:
@@ -429,7 +479,6 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
     content = load_json(path / SETTINGS)
     kinds = {"settings": dict, "prior": list, "history": dict, "hidden": int | None, "finished": bool}
-    kinds["amortised"] = bool
     for name, kind in kinds.items():
         if not isinstance(content.get(name, ...), kind):
             raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
@@ -438,7 +487,11 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     if policy is None and hidden is None:
         raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    net = LSTMPolicy(model, hidden, amortised=content["amortised"]) if policy is None else _as_module(policy)
+    net = (
+        LSTMPolicy(model, hidden, amortised=bool(content.get("amortised", False)))
+        if policy is None
+        else _as_module(policy)
+    )
     weights = load_tensors(path / WEIGHTS, model.device)
     try:
         net.load_state_dict(weights)

@@ -22,7 +22,7 @@ from cpomdp_ppl.state import leaves
 from solvers.estimators import Critic, Decisions, GradientStep
 from solvers.objectives import Batch
 from solvers.policies import Mixed, SequencePolicy, unroll
-from solvers.priors import draw_priors
+from solvers.priors import OnePrior, draw_priors, log_odds
 from solvers.schedules import as_schedule
 
 if TYPE_CHECKING:
@@ -49,16 +49,23 @@ class Trunk(nn.Module):
     Args:
         model: Whose percepts.
         hidden: How many features H.
+        amortised: Whether it reads the prior as well.
     """
 
-    def __init__(self, model: CPOMDP, hidden: int) -> None:
+    def __init__(self, model: CPOMDP, hidden: int, amortised: bool) -> None:
         super().__init__()
         self.encoding = Encoding(model)
-        self.lstm = nn.LSTM(self.encoding.size, hidden, batch_first=True)
+        self.amortised = amortised
+        size = self.encoding.size + (model.num_contexts if amortised else 0)
+        self.lstm = nn.LSTM(size, hidden, batch_first=True)
 
     def forward(self, batch: Batch) -> Tensor:
         """Features `[B, T, H]` of the history at times 0 … T - 1."""
-        features: Tensor = self.lstm(self.encoding.sequence(batch.episodes))[0]
+        percepts = self.encoding.sequence(batch.episodes)
+        if self.amortised:
+            believed = log_odds(batch.prior, percepts.dtype)[:, None].expand(-1, percepts.shape[1], -1)
+            percepts = torch.cat([percepts, believed], -1)
+        features: Tensor = self.lstm(percepts)[0]
         return features
 
 
@@ -98,11 +105,13 @@ class Learner:
     def __post_init__(self) -> None:
         self.iteration = 0
         self.lost = 0  # batches in a row whose particles died
-        self.lately: list[tuple[float, float]] = []  # gap of the information, effective sample size
+        # Of the latest batches: gap of the information, its squared standard error, effective sample size.
+        self.lately: list[tuple[float, float, float]] = []
         self.warned: set[str] = set()
         with isolated(self._seeds(2**31)[0]):
             features = self._num_features()
-            self.trunk = None if features else Trunk(self.model, 64)
+            amortised = not isinstance(self.priors, OnePrior)
+            self.trunk = None if features else Trunk(self.model, 64, amortised)
             num_states = sum(leaf.shape.numel() for _, leaf in leaves(signature(self.model).state))
             self.critic = Critic(features or 64, self.model.num_contexts, num_states)
         self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
@@ -230,24 +239,30 @@ class Learner:
     def _information(self, batch: Batch) -> dict[str, float]:
         """Estimates of `I(C; Y)` from both sides, and what they say about the likelihoods."""
         left = entropy(batch.log_posterior[:, -1].exp())  # [B]
-        upper = float((entropy(batch.prior) - left).mean())
-        lower = float((batch.log_true()[:, -1] - batch.prior_true().log()).mean())
+        upper = entropy(batch.prior) - left  # [B]
+        lower = batch.log_true()[:, -1] - batch.prior_true().log()  # [B]
         measured = {
             "entropy": float(left.mean()) / math.log(2),
-            "information_upper": upper,
-            "information_lower": lower,
+            "information_upper": float(upper.mean()),
+            "information_lower": float(lower.mean()),
         }
         if batch.filtering.ess is not None:
             c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
             measured["ess"] = float(batch.filtering.ess.gather(2, c).mean())
-        self.lately = [*self.lately[1 - PATIENCE :], (upper - lower, measured.get("ess", math.inf))]
+        gap = upper - lower
+        error = float(gap.var()) / len(gap) if len(gap) > 1 else math.inf
+        self.lately = [
+            *self.lately[1 - PATIENCE :],
+            (float(gap.mean()), error, measured.get("ess", math.inf)),
+        ]
         if len(self.lately) == PATIENCE or self.iteration == self.iterations - 1:
             self._judge_likelihoods()
         return measured
 
     def _judge_likelihoods(self) -> None:
-        gap, ess = (sum(series) / len(self.lately) for series in zip(*self.lately, strict=True))
-        if gap > WIDE or ess < FEW:
+        gap, error, ess = (sum(series) / len(self.lately) for series in zip(*self.lately, strict=True))
+        chance = 3 * (error / len(self.lately)) ** 0.5
+        if gap > WIDE + chance or ess < FEW:
             particles = "" if ess == math.inf else f", and {ess:.1f} particles count on average"
             self._warn(
                 "poor",
@@ -279,7 +294,7 @@ class Learner:
         return {
             "iteration": self.iteration,
             "lost": self.lost,
-            "lately": [list(pair) for pair in self.lately],
+            "lately": [list(batch) for batch in self.lately],
             "warned": sorted(self.warned),
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -289,7 +304,7 @@ class Learner:
         """Go on from where `state_dict` was taken."""
         self.iteration = state["iteration"]
         self.lost = state["lost"]
-        self.lately = [(gap, ess) for gap, ess in state["lately"]]
+        self.lately = [(gap, error, ess) for gap, error, ess in state["lately"]]
         self.warned = set(state["warned"])
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -15,6 +15,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import rejected, require_count
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import History, Percept, Policy
+from solvers.priors import log_odds
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -39,8 +40,6 @@ class SequencePolicy(Policy, Protocol):
         """
         ...
 
-
-EXCLUDED = 1e-3  # a context of such a prior is not worth a thought
 
 LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Hidden state `[B, H]`, cell `[B, H]`, and what the network gets to know of the prior."""
@@ -99,15 +98,13 @@ class LSTMPolicy(nn.Module):
         return self.logits(hidden), hidden
 
     def _believed(self, prior: Tensor) -> Tensor:
-        """The prior's log-odds as the network gets them, `[B, C]`, or `[B, 0]` if it does not.
-
-        They are 0 for a uniform prior. What is as unlikely as `EXCLUDED` may as well be impossible.
-        """
+        """What the network gets to know of the prior, `[B, C]`, or `[B, 0]` for nothing."""
         weight = self.logits.weight
-        if not self.amortised:
-            return weight.new_zeros(len(prior), 0)
-        log_prior = prior.to(weight).clamp(min=EXCLUDED).log()
-        return log_prior - log_prior.mean(-1, keepdim=True)
+        return (
+            log_odds(prior.to(weight.device), weight.dtype)
+            if self.amortised
+            else weight.new_zeros(len(prior), 0)
+        )
 
     def agent(self, **settings: Any) -> Agent:
         """This policy at work, one episode at a time; see `Agent` for the settings."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.context import as_prior, one_prior
 from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.isolation import isolated
+from solvers.checkpoint import described
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
+
+EXCLUDED = 1e-3  # a context of such a prior is not worth a thought
 
 PriorSampler: TypeAlias = Callable[[int], Tensor]
 """From a number of episodes B to a prior for each, `[B, C]`."""
@@ -85,9 +89,25 @@ def as_sampler(model: CPOMDP, prior: PriorLike) -> PriorSampler:
         return DirichletPriors(own)
     if callable(prior):
         return prior
-    p = as_prior(prior, model.num_contexts, 1)
-    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
-    return OnePrior(tuple(p.tolist()))
+    return OnePrior(tuple(one_prior(prior, model).tolist()))
+
+
+def described_priors(sampler: PriorSampler) -> Any:
+    """A sampler in numbers and words that tell it from others: its settings, or else some of its draws."""
+    if is_dataclass(sampler):
+        return described(sampler)
+    with isolated(0):
+        return sampler(8).tolist()
+
+
+def log_odds(prior: Tensor, dtype: torch.dtype) -> Tensor:
+    """A prior as a network gets it, `[B, C]`: logarithms less their mean, 0 if it is uniform.
+
+    What is as unlikely as `EXCLUDED` may as well be impossible.
+    """
+    least = min(EXCLUDED, 0.1 / prior.shape[-1])
+    log_prior = prior.to(dtype).clamp(min=least).log()
+    return log_prior - log_prior.mean(-1, keepdim=True)
 
 
 def draw_priors(sampler: PriorSampler, num_episodes: int, num_contexts: int) -> Tensor:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from solvers.bound import Bound
     from solvers.run import Run
+    from solvers.values import Optima
 
 SIZE = (6.2, 4.2)
 
@@ -106,7 +107,7 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
     return figure
 
 
-def plot_run(run: Run, optima: Sequence[float] | Tensor | None = None) -> Figure:
+def plot_run(run: Run, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
     """What a run earned and found out: returns, or regret where it can be told, and the posterior.
 
     Args:
@@ -126,25 +127,33 @@ def plot_run(run: Run, optima: Sequence[float] | Tensor | None = None) -> Figure
 
     figure = Figure(figsize=(2 * SIZE[0], SIZE[1]), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
-    known = run.contexts is not None
-    if known:
-        _lines(left, "run", {"mean": run.regret(optima).nan_to_num(0.0).cumsum(1).numpy()})
+    try:
+        series, label = run.regret(optima).cpu().numpy(), "cumulative regret"
+    except ValueError:  # nobody knows the contexts, or what there is to be had in them
+        if optima is not None:
+            raise
+        series, label = run.returns.cpu().numpy(), "return"
+    going = run.played.cpu().numpy()
+    if run.num_episodes:
+        name = "mean" if going.all() else "mean of those still playing"
+        curve = series if going.all() else np.nanmean(series, 0, keepdims=True)
+        _lines(left, "run", {name: curve.cumsum(1) if label == "cumulative regret" else curve})
+    left.set(xlabel="episode k", ylabel=label)
+    if run.contexts is not None:
+        curves = {"belief in the true context": run.true_probability.cpu().numpy()}
     else:
-        _lines(left, "run", {"mean": run.returns.numpy()})
-    left.set(xlabel="episode k", ylabel="cumulative regret" if known else "return")
+        names = run.model.context_names
+        curves = {name: run.posteriors[..., c].cpu().numpy() for c, name in enumerate(names)}
     after = np.arange(run.num_episodes + 1)
-    if known:
-        curves = {"belief in the true context": run.true_probability.numpy()}
-    else:
-        curves = {name: run.posteriors[..., c].numpy() for c, name in enumerate(run.model.context_names)}
     for i, (name, probability) in enumerate(curves.items()):
         right.plot(after, probability.T, color=_colour(i), lw=0.7, alpha=min(1.0, 20 / len(probability)))
         right.plot(after, probability.mean(0), color=_colour(i), lw=2.0, label=name)
     right.set(xlabel="episodes played", ylabel="posterior probability", ylim=(-0.03, 1.03))
     for axis in (left, right):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.legend(frameon=False)
         axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(frameon=False)
     return figure
 
 

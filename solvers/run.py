@@ -16,6 +16,7 @@ from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.isolation import isolated
+from solvers.values import Optima, context_known_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,12 +68,13 @@ class Run:
     def information(self) -> Tensor:
         """What each episode told about the context, in nats, `[R, K]`.
 
-        Where the true contexts are known, `log P(c | H_k) − log P(c | H_{k-1})`; otherwise the fall of the
-        entropy. Either may be negative; on average neither is.
+        Where the true contexts are known, `log P(c | H_k) − log P(c | H_{k-1})`, and 0 if the prior excludes
+        them; otherwise the fall of the entropy. Either may be negative.
         """
         if self.contexts is None:
             return -self.entropy.diff(dim=1)
-        return self.true_probability.log().diff(dim=1)
+        log_true = self.true_probability.log()
+        return torch.where(log_true[:, :-1] == -torch.inf, 0.0, log_true.diff(dim=1))
 
     @property
     def true_probability(self) -> Tensor:
@@ -82,25 +84,26 @@ class Run:
         c = self.contexts[:, None, None].expand(-1, self.posteriors.shape[1], 1)
         return self.posteriors.gather(2, c).squeeze(2)
 
-    def regret(self, optima: Sequence[float] | Tensor | None = None) -> Tensor:
+    def regret(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Tensor:
         """How much less each episode earned than an agent expects to that is told the context, `[R, K]`.
 
         Args:
-            optima: That agent's expected return in each context, `[C]`; left out, it is found as by
-                `solvers.regret.context_known_values`.
+            optima: That agent's expected return in each context, `[C]`, or what
+                `solvers.regret.context_known_values` says of it; left out, that is asked.
+
+        Raises:
+            ValueError: If contexts are not known, or nobody knows what the told agent earns.
         """
         require(self.contexts is not None, "contexts", None, "known contexts, to tell regret from")
         assert self.contexts is not None
         C = self.model.num_contexts
         if optima is None:
-            from solvers.regret import context_known_values
-
-            optima = context_known_values(self.model).values
-        best = torch.as_tensor(optima)
+            optima = context_known_values(self.model)
+        best = optima.values if isinstance(optima, Optima) else torch.as_tensor(optima)
         require(best.shape == (C,), "optima", list(best.shape), f"shape [{C}]")
         return best.to(self.returns)[self.contexts][:, None] - self.returns
 
-    def to_dataset(self, optima: Sequence[float] | Tensor | None = None) -> xr.Dataset:
+    def to_dataset(self, optima: Sequence[float] | Tensor | Optima | None = None) -> xr.Dataset:
         """All of it as an xarray dataset.
 
         `probability` and `entropy` are by `episodes_lived`, from 0; `returns`, `information` and, where
@@ -194,8 +197,8 @@ class Run:
         coordinates = {"run": np.arange(R), "episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)}
         return xr.Dataset(variables, coordinates)
 
-    def plot(self, optima: Sequence[float] | Tensor | None = None) -> Figure:
-        """Cumulative regret, what is left to find out, and the belief in the true context: a figure.
+    def plot(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
+        """Cumulative regret, or returns where regret cannot be told, and the posterior: a figure.
 
         Args:
             optima: As for `regret`.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.agent import Agent
-from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.episodes import Episodes
-from cpomdp_ppl.errors import require
+from cpomdp_ppl.arrays import as_indices, as_tensor
+from cpomdp_ppl.episodes import Episodes, squeezed
+from cpomdp_ppl.errors import rejected, require
 from cpomdp_ppl.evaluation import Watched
 from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.signature import signature
@@ -90,8 +90,8 @@ class World(Protocol):
         Args:
             policy: Who acts.
             backend: What tells the contexts' likelihoods.
-            rows: Which of the runs, `[n]`.
-            prior: What each believes beforehand, `[n, C]`.
+            rows: Which of the runs play, `[n]`.
+            prior: What every run believes beforehand, `[R, C]`.
             seed: Of this episode.
         """
         ...
@@ -101,7 +101,7 @@ class World(Protocol):
 class Simulated:
     """The model's own simulator, all runs at once.
 
-    The same seed means the same first states and noise, whoever acts.
+    The same seed means the same first states and noise in every run, whoever acts and whoever else plays.
 
     Args:
         model: The CPOMDP.
@@ -119,14 +119,15 @@ class Simulated:
     def play(self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int) -> Lived:
         """Simulate, then filter."""
         watched = Watched(policy, seed_for(seed, DECIDE))
-        episodes = simulate(
+        everyone = simulate(
             self.model,
             watched,
-            len(rows),
-            contexts=self.contexts[rows],
+            self.num_runs,
+            contexts=self.contexts,
             prior=prior,
             seed=seed_for(seed, PLAY),
         )
+        episodes = everyone[rows]
         filtering = backend.run(self.model, episodes, seed=seed_for(seed, FILTER), moments=False)
         assert episodes.returns is not None
         return Lived(episodes, filtering.log_likelihood, episodes.returns.double())
@@ -143,7 +144,8 @@ class Lent:
 
     model: CPOMDP
     environments: tuple[EnvironmentLike, ...]
-    contexts: None = None
+    contexts: None = field(default=None, init=False)
+    shown: dict[int, Any] = field(default_factory=dict, init=False)  # contexts that environments let slip
 
     @property
     def num_runs(self) -> int:
@@ -153,61 +155,26 @@ class Lent:
     def play(self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int) -> Lived:
         """Lead an agent through each of the environments."""
         lived = []
-        for believed, row in zip(prior, rows.tolist(), strict=True):
+        for row in rows.tolist():
             agent = Agent(
-                self.model, policy, likelihood=backend, prior=believed, seed=seed_for(seed, DECIDE, row)
+                self.model, policy, likelihood=backend, prior=prior[row], seed=seed_for(seed, DECIDE, row)
             )
             environment = self.environments[row]
-            lead = environment if not isinstance(environment, Environment) else _follow(environment)
-            earned = lead(agent)
-            proper = earned is None or isinstance(earned, int | float)
-            require(proper, "environment", earned, "a function that returns what the episode earned, or None")
+            if isinstance(environment, Environment):
+                earned: Any = self._follow(environment, agent, row)
+            else:
+                earned = environment(agent)
             require(agent.time > 0, "environment", "an episode without a step", "one with at least one")
-            returns = torch.tensor([math.nan if earned is None else float(earned)], dtype=torch.float64)
-            lived.append(Lived(_lived(agent), agent.filter.log_likelihood, returns))
+            returns = torch.tensor([_number(earned, "a function that returns a number, or None")])
+            lived.append(Lived(_lived(agent), agent.filter.log_likelihood, returns.double()))
         return Lived.joined(lived)
 
-
-def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contexts: Tensor) -> World:
-    """Who plays the world.
-
-    Args:
-        model: The CPOMDP.
-        environment: As for `cids.run`.
-        num_runs: How many runs; None leaves it to `environment`.
-        contexts: What to take if `environment` is None, `[R]`.
-    """
-    names = model.context_names
-    if environment is None:
-        return Simulated(model, contexts)
-    several = isinstance(environment, list | tuple) and len(environment) > 0
-    lent: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
-    if all(_is_environment(each) for each in lent):
-        number = len(lent) if num_runs is None or several else num_runs
-        require(number == len(lent), "num_runs", num_runs, "one environment for each run")
-        return Lent(model, tuple(lent))
-    c = as_indices("environment", environment, names)
-    inside = c.dim() < 2 and bool(((c >= 0) & (c < len(names))).all())
-    expected = (
-        f"a context out of {list(names)}, an environment with `reset` and `step`, a function of an Agent"
-    )
-    require(inside, "environment", environment, f"{expected}, or one of these for each run")
-    R = (num_runs or 1) if c.dim() == 0 else len(c)
-    require(num_runs in (None, R), "num_runs", num_runs, f"{R}, as many as there are contexts")
-    return Simulated(model, c.expand(R).to(model.device))
-
-
-def _is_environment(candidate: Any) -> bool:
-    return not isinstance(candidate, type) and (isinstance(candidate, Environment) or callable(candidate))
-
-
-def _follow(environment: Environment) -> Callable[[Agent], float]:
-    """How an agent gets through an episode of something with `reset` and `step`."""
-
-    def lead(agent: Agent) -> float:
+    def _follow(self, environment: Environment, agent: Agent, row: int) -> float:
+        """Get an agent through an episode of something with `reset` and `step`."""
         first = environment.reset()
         if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], Mapping):
-            first = first[0]  # Gymnasium's pair
+            first, info = first  # Gymnasium's pair
+            self._require_same_context(info, row)
         if agent.model.initial_observation:
             observations, observed = seen_by(agent.model, first)
             agent.observe(observations, observed=observed)
@@ -220,10 +187,59 @@ def _follow(environment: Environment) -> Callable[[Agent], float]:
             over = bool(rest[0]) or (len(rest) == 3 and bool(rest[1]))
             observations, observed = seen_by(agent.model, observation)
             agent.observe(observations, observed=observed)
-            earned += float(reward)
+            earned += _number(reward, "`step` to return a number as the reward, or None")
         return earned
 
-    return lead
+    def _require_same_context(self, info: Mapping[str, Any], row: int) -> None:
+        """An environment that says which context it is in must stay in it."""
+        if "context" in info:
+            before = self.shown.setdefault(row, info["context"])
+            fixed = "an environment that stays in one context: with a prior that is sure of it, for instance"
+            same = bool(before == info["context"])
+            require(same, "environment", f"context {before}, then {info['context']}", fixed)
+
+
+def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contexts: Tensor) -> World:
+    """Who plays the world.
+
+    Args:
+        model: The CPOMDP.
+        environment: As for `cids.run`.
+        num_runs: How many runs; None leaves it to `environment`.
+        contexts: What to take if `environment` is None, `[R]`.
+    """
+    names = model.context_names
+    expected = (
+        f"a context out of {list(names)}, an environment with `reset` and `step`, a function of an Agent, "
+        "or one of these for each run"
+    )
+    if environment is None:
+        return Simulated(model, contexts.to(model.device))
+    several = isinstance(environment, list | tuple)
+    given: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
+    require(len(given) > 0, "environment", environment, expected)
+    foreign = [each for each in given if isinstance(each, type | nn.Module) or hasattr(each, "num_envs")]
+    require(not foreign, "environment", foreign[:1], expected)
+    lent = [isinstance(each, Environment) or callable(each) for each in given]
+    if any(lent):
+        require(all(lent), "environment", environment, expected)
+        enough = num_runs in (None, len(given))
+        require(enough, "num_runs", num_runs, f"{len(given)}, as many as there are environments")
+        return Lent(model, tuple(given))
+    c = as_indices("environment", environment, names)
+    inside = c.dim() < 2 and c.numel() > 0 and bool(((c >= 0) & (c < len(names))).all())
+    require(inside, "environment", environment, expected)
+    R = (num_runs or 1) if c.dim() == 0 else len(c)
+    require(num_runs in (None, R), "num_runs", num_runs, f"{R}, as many as there are contexts")
+    return Simulated(model, c.expand(R).to(model.device))
+
+
+def _number(value: Any, expected: str) -> float:
+    """A number of whatever make; NaN for None."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise rejected("environment", value, expected) from error
 
 
 def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -241,17 +257,31 @@ def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, 
     if not isinstance(observation, Mapping):
         require(len(sites) == 1, "environment", observation, f"observations by site, out of {list(sites)}")
         observation = dict.fromkeys(sites, observation)
-    given = {name: value for name, value in observation.items() if name in sites and value is not None}
     foreign = bool(observation) and not any(name in sites for name in observation)
-    require(not foreign, "environment", sorted(observation), f"observations of {list(sites)}")
-    observed = {}
-    for name, value in given.items():
-        said = observation.get(f"{name}_seen", True)
-        flags = torch.as_tensor(said).bool().reshape(-1)
-        known = not bool(torch.as_tensor(value).isnan().all())
-        plates = sites[name].plates
-        observed[name] = (flags & known).expand(plates.numel()).reshape(plates)
-    return given, observed
+    require(not foreign, "environment", sorted(map(str, observation)), f"observations of {list(sites)}")
+    values, observed = {}, {}
+    for name, site in sites.items():
+        if observation.get(name) is None:
+            continue
+        what = f"environment: observation['{name}']"
+        value = as_tensor(what, _without_none(observation[name]))
+        fits = squeezed(value.shape) == squeezed(site.shape)
+        require(fits, what, list(value.shape), f"shape {list(site.shape)}")
+        value = value.reshape(site.shape)
+        flags = as_tensor(f"{what[:-2]}_seen']", observation.get(f"{name}_seen", True)).bool()
+        proper = flags.numel() in (1, site.plates.numel())
+        require(proper, f"{what[:-2]}_seen']", list(flags.shape), f"shape {list(site.plates)}")
+        known = ~value.isnan().reshape(*site.plates, -1).any(-1)
+        observed[name] = flags.reshape(-1).expand(site.plates.numel()).reshape(site.plates) & known
+        values[name] = value
+    return values, observed
+
+
+def _without_none(value: Any) -> Any:
+    """Entries of a list that are None as NaN."""
+    if isinstance(value, list | tuple):
+        return [math.nan if each is None else _without_none(each) for each in value]
+    return value
 
 
 def _lived(agent: Agent) -> Episodes:

@@ -154,8 +154,8 @@ class InDouble(LSTMPolicy):
 
     def act(self, history, memory):
         percept = self.encoding.step(history.latest, history.time).double()
-        memory = torch.lstm_cell(percept, memory, *self.lstm.all_weights[0])
-        return dist.Categorical(logits=self.logits(memory[0])), memory
+        hidden, cell = torch.lstm_cell(percept, memory[:2], *self.lstm.all_weights[0])
+        return dist.Categorical(logits=self.logits(hidden)), (hidden, cell, memory[2])
 
     def unroll(self, episodes, prior):
         hidden, _ = self.lstm(self.encoding.sequence(episodes).double())

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.context import stratified
+from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark
 from solvers import cids
-from solvers.priors import DirichletPriors, OnePrior, as_sampler, draw_priors
+from solvers.checkpoint import CheckpointError
+from solvers.learner import Trunk
+from solvers.objectives import Batch
+from solvers.priors import DirichletPriors, OnePrior, as_sampler, draw_priors, log_odds
 
 
 def test_dirichlet_priors_have_the_distributions_moments():
@@ -93,6 +100,47 @@ def test_an_amortised_fit_is_kept_and_read_again(tmp_path):
     assert all(
         torch.equal(a, b) for a, b in zip(same.policy.parameters(), solution.policy.parameters(), strict=True)
     )
+
+
+def test_another_sampler_does_not_find_the_checkpoint_of_this_one(tmp_path):
+    model = LightDark(horizon=3)
+
+    def sampler(low):
+        return lambda n: torch.tensor([[low, 1 - low]]).expand(n, -1)
+
+    settings = {"likelihood": "ekf", "iterations": 2, "batch_size": 8, "seed": 0, "progress": False}
+    cids.fit(model, prior=sampler(0.5), checkpoint=tmp_path, **settings)
+    with pytest.raises(CheckpointError, match="prior"):
+        cids.fit(model, prior=sampler(0.9), checkpoint=tmp_path, **settings)
+
+
+def test_a_solution_from_before_policies_read_priors_is_still_read(tmp_path):
+    model = LightDark(horizon=3)
+    settings = {"likelihood": "ekf", "iterations": 1, "batch_size": 8, "seed": 0, "progress": False}
+    cids.fit(model, **settings).save(tmp_path)
+    path = tmp_path / "solution.json"
+    content = json.loads(path.read_text())
+    del content["amortised"]
+    path.write_text(json.dumps(content))
+    assert not cids.load(tmp_path, model).policy.amortised
+
+
+def test_many_contexts_are_told_apart():
+    """A flat prior over half of very many contexts is not taken for one over all of them."""
+    prior = torch.zeros(1, 2000)
+    prior[0, :1000] = 1 / 1000
+    numbers = log_odds(prior, torch.float32)
+    assert float(numbers[0, 0] - numbers[0, -1]) > 1
+    torch.testing.assert_close(log_odds(torch.full((1, 2000), 1 / 2000), torch.float32), torch.zeros(1, 2000))
+
+
+def test_the_critic_of_a_policy_without_features_reads_the_prior():
+    model = LightDark(horizon=3)
+    episodes = simulate(model, RandomPolicy(3), 2, seed=0)
+    filtering = ExtendedKalmanFilter().run(model, episodes)
+    trunk = Trunk(model, 8, amortised=True)
+    one, other = (Batch.of(episodes, filtering, torch.tensor(p).double()) for p in ([0.5, 0.5], [0.9, 0.1]))
+    assert not torch.allclose(trunk(one), trunk(other))
 
 
 def test_an_amortised_policy_learns_to_go_by_the_prior():

@@ -8,10 +8,14 @@ import torch
 
 from cpomdp_ppl import FunctionPolicy, RandomPolicy
 from cpomdp_ppl.gym import CPOMDPEnv
-from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.signature import signature
 from solvers import cids
+from solvers.estimators import ActorCritic
 from solvers.policies import LSTMPolicy
+from solvers.priors import DirichletPriors
+from solvers.worlds import seen_by
 from tests.programs import EyesOpen, Plates
 
 QUICK = {"likelihood": "exact", "progress": False, "seed": 0}
@@ -165,11 +169,21 @@ def test_a_gymnasium_environment(program):
 def test_gymnasium_environments_with_initial_observations_and_plates(program):
     model = program()
     policy = RandomPolicy(model.num_actions)
-    run = cids.run(
-        model, Pinned(CPOMDPEnv(model), 0, 5), 2, solution=policy, likelihood="smc", seed=0, progress=False
-    )
-    assert bool(run.posteriors.isfinite().all())
-    assert (run.episodes[0].initial_observations is not None) == model.initial_observation
+    settings = {"solution": policy, "likelihood": "ekf", "seed": 0, "progress": False}
+    run = cids.run(model, Pinned(CPOMDPEnv(model), 0, 5), 2, **settings)
+    log_joint = model.prior().double().log()
+    for k, episodes in enumerate(run.episodes):
+        log_joint = log_joint + ExtendedKalmanFilter().run(model, episodes).log_likelihood[0]
+        torch.testing.assert_close(run.posteriors[0, k + 1], log_joint.softmax(-1))
+        assert (episodes.initial_observations is not None) == model.initial_observation
+
+
+def test_an_environment_may_not_change_its_context():
+    model = LineGrid()
+    with pytest.raises(ValueError, match="stays in one context"):
+        cids.run(model, CPOMDPEnv(model), 20, solution=RandomPolicy(3), **QUICK)
+    run = cids.run(model, CPOMDPEnv(model, prior=[0.0, 1.0]), 5, solution=RandomPolicy(3), **QUICK)
+    assert run.num_episodes == 5
 
 
 def test_a_run_stops_when_it_has_settled():
@@ -209,6 +223,43 @@ def test_resolving_fits_each_run_further_and_leaves_the_solution_alone():
         cids.run(model, 0, 2, solution=RandomPolicy(3), resolve=True, **QUICK)
 
 
+def test_resolving_plays_the_policy_that_was_fitted_in_the_same_world():
+    """With steps of no size it is the given policy's run; with large ones it is not."""
+    model = LineGrid()
+    policy = LSTMPolicy(model, hidden=8, amortised=True, seed=1)
+    given = cids.run(model, [0, 1, 0], 2, solution=policy, **QUICK)
+    tiny = {"iterations": 1, "batch_size": 40, "learning_rate": 1e-12}
+    same = cids.run(model, [0, 1, 0], 2, solution=policy, resolve=tiny, **QUICK)
+    assert torch.equal(same.returns, given.returns)
+    assert torch.equal(same.posteriors, given.posteriors)
+    large = {"iterations": 20, "batch_size": 40, "learning_rate": 0.05, "estimator": ActorCritic()}
+    moved = cids.run(model, [0, 1, 0], 2, solution=policy, resolve=large, **QUICK)
+    assert not torch.equal(moved.episodes[0].actions, given.episodes[0].actions)
+
+
+def test_a_runs_world_does_not_depend_on_who_else_still_plays():
+    model = LightDark(horizon=6)
+    looks = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
+    settings = {"solution": looks, "likelihood": "ekf", "seed": 3, "progress": False}
+    all_of_them = cids.run(model, [0, 1] * 3, 4, **settings)
+    some = cids.run(model, [0, 1] * 3, 4, settled=0.6, **settings)
+    assert not bool(some.played.all())
+    for k in range(some.num_episodes):
+        rows = some.played[:, k]
+        seen = all_of_them.episodes[k].observations["z"][rows]
+        assert torch.equal(some.episodes[k].observations["z"], seen)
+
+
+def test_different_agents_meet_the_same_world():
+    model = LightDark(horizon=6)
+    settings = {"likelihood": "ekf", "seed": 3, "progress": False}
+    one = cids.run(model, [0, 1], 2, solution=RandomPolicy(3), **settings)
+    other = cids.run(model, [0, 1], 2, solution=FunctionPolicy(look_around), **settings)
+    for mine, theirs in zip(one.episodes, other.episodes, strict=True):
+        assert torch.equal(mine.states[:, 0], theirs.states[:, 0])
+        assert not torch.equal(mine.actions, theirs.actions)
+
+
 def test_without_a_solution_one_is_fitted_first(monkeypatch):
     model = LineGrid()
     asked = {}
@@ -219,9 +270,77 @@ def test_without_a_solution_one_is_fitted_first(monkeypatch):
         return short(model, iterations=2, batch_size=20, **settings)
 
     monkeypatch.setattr(cids, "fit", fit)
-    run = cids.run(model, 0, 2, **QUICK)
-    assert asked["prior"] == "dirichlet"
+    run = cids.run(model, 0, 2, prior=[0.9, 0.1], **QUICK)
+    assert asked["prior"] == DirichletPriors((0.9, 0.1))
     assert run.returns.shape == (1, 2)
+
+
+def test_ctrl_c_while_fitting_stops_the_run():
+    model = LineGrid()
+    policy = LSTMPolicy(model, hidden=8, amortised=True, seed=1)
+    begun = []
+
+    def stop(iteration, measured, policy):
+        begun.append(iteration == 1)
+        if sum(begun) == 3:  # in the third fit
+            raise KeyboardInterrupt
+
+    settings = {"iterations": 2, "batch_size": 20, "callbacks": [stop]}
+    run = cids.run(model, 0, 5, solution=policy, resolve=settings, **QUICK)
+    assert run.num_episodes == 2
+
+
+def test_a_policy_that_cannot_read_the_posterior_is_pointed_out():
+    model = LineGrid()
+    deaf = LSTMPolicy(model, hidden=8)
+    with pytest.warns(UserWarning, match="acts alike whatever the posterior"):
+        cids.run(model, 0, 2, solution=deaf, **QUICK)
+    with pytest.raises(ValueError, match="amortised=True"):
+        cids.fit(model, prior="dirichlet", policy=deaf, iterations=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("earned", "expected"),
+    [(np.float32(1.5), 1.5), (torch.tensor(2), 2.0), (np.int64(3), 3.0), (None, np.nan)],
+)
+def test_returns_of_any_make(earned, expected):
+    def lead(agent):
+        for _ in range(2):
+            agent.act()
+            agent.observe()
+        return earned
+
+    run = cids.run(LineGrid(), lead, 1, solution=RandomPolicy(3), **QUICK)
+    np.testing.assert_array_equal(run.returns, [[expected]])
+
+
+def test_what_an_environment_shows_of_plates():
+    """None and NaN were not seen, entry by entry."""
+    model = Plates()
+    (name, site), *_ = signature(model).observations.items()
+    n = site.plates.numel()
+    whole = [0.1 * i for i in range(n)]
+    broken = [None, float("nan"), *whole[2:]]
+    values, observed = seen_by(model, {name: broken})
+    assert observed[name].reshape(-1).tolist() == [False, False] + [True] * (n - 2)
+    values, observed = seen_by(model, {name: whole, f"{name}_seen": [False] + [True] * (n - 1)})
+    assert observed[name].reshape(-1).tolist() == [False] + [True] * (n - 1)
+    torch.testing.assert_close(values[name].reshape(-1).double(), torch.tensor(whole).double())
+    for odd in ([*whole, 1.0], "left", [whole, whole]):
+        with pytest.raises(ValueError, match=f"observation..{name}"):
+            seen_by(model, {name: odd})
+    with pytest.raises(ValueError, match=f"{name}_seen"):
+        seen_by(model, {name: whole, f"{name}_seen": [True] * (n + 1)})
+
+
+def test_information_of_a_context_that_the_prior_excludes_is_none():
+    run = cids.run(LineGrid(), 1, 2, solution=RandomPolicy(3), prior=[1.0, 0.0], **QUICK)
+    assert torch.equal(run.information, torch.zeros(1, 2).double())
+
+
+def test_a_prior_that_sums_to_one_but_for_rounding_plays_all_episodes():
+    prior = torch.tensor([1.0000005, 0.0])
+    assert cids.run(LineGrid(), 0, 2, solution=RandomPolicy(3), prior=prior, **QUICK).num_episodes == 2
 
 
 def test_regret_is_what_the_told_agent_expects_less_what_was_earned():
@@ -293,10 +412,20 @@ def test_ctrl_c_keeps_what_there_is_and_callbacks_see_it(capsys):
         ({"environment": [0, 5]}, "environment: expected a context out of"),
         ({"environment": [0, 1], "num_runs": 3}, "num_runs: expected 2"),
         ({"settled": 1.5}, "settled: expected a probability"),
+        ({"settled": "0.9"}, "settled: expected a probability"),
+        ({"callbacks": 3}, "callbacks"),
+        ({"callbacks": [3]}, "callbacks"),
+        ({"environment": []}, "environment: expected a context out of"),
+        ({"environment": Corridor}, "environment: expected a context out of"),
+        ({"environment": LightDark()}, "environment: expected a context out of"),
+        ({"environment": [0, lambda agent: None]}, "environment: expected a context out of"),
+        ({"resolve": {"iteratons": 3}}, "resolve: expected .*iterations.*iteratons"),
+        ({"resolve": {"prior": [0.5, 0.5]}}, "resolve"),
+        ({"prior": [[0.5, 0.5], [0.5, 0.5]]}, r"prior: expected shape \[2\]"),
         ({"prior": [0.5, 0.6]}, "sum to 1"),
         ({"resolve": 3}, "resolve"),
         ({"seed": -1}, "seed"),
-        ({"solution": 3}, "policy"),
+        ({"solution": 3}, "solution"),
         ({"environment": lambda agent: "much"}, "environment"),
         ({"environment": lambda agent: 1.0}, "without a step"),
     ],
@@ -319,6 +448,8 @@ def test_an_environment_that_answers_oddly_is_named():
             return self.outcome
 
     for outcome, words in [
+        ((None, "much", False), "a number as the reward"),
+        (({1: 0, "b": 1}, 1.0, False), "observations of"),
         (3.0, "observation, reward, over"),
         ((None, 1.0), "observation, reward, over"),
         (({"sied": 1}, 1.0, False), "observations of"),
@@ -327,6 +458,35 @@ def test_an_environment_that_answers_oddly_is_named():
             cids.run(LineGrid(), Odd(outcome), 1, solution=RandomPolicy(3), **QUICK)
     with pytest.raises(ValueError, match="by site"):
         cids.run(ContextualTiger(), Odd((1.0, 1.0, False)), 1, solution=RandomPolicy(3), **QUICK)
+
+
+def test_a_solution_of_another_model_is_refused():
+    settings = {"likelihood": "ekf", "iterations": 1, "batch_size": 4, "progress": False}
+    solution = cids.fit(LightDark(horizon=3), prior="dirichlet", **settings)
+    with pytest.raises(ValueError, match=r"solution: expected .*detector"):
+        cids.run(LineGrid(), 0, 1, solution=solution, **QUICK)
+
+
+def test_runs_that_have_settled_are_not_drawn_as_if_they_had_no_regret():
+    model = LineGrid(horizon=4, accuracy=0.7)
+    senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
+    run = cids.run(model, [0, 1] * 10, 6, solution=senses, settled=0.9, **QUICK)
+    left, _ = run.plot().axes
+    regret = run.regret()
+    assert bool(regret.isnan().any())
+    k = np.arange(1, run.num_episodes + 1)
+    np.testing.assert_allclose(left.lines[0].get_ydata(), k * float(regret[0, 0]))  # sensing earns nothing
+
+
+def test_a_picture_where_nobody_knows_what_there_is_to_be_had():
+    class NoOptimum(LightDark):
+        def context_known_return(self):
+            return None
+
+    settings = {"solution": RandomPolicy(3), "likelihood": "ekf", "seed": 0, "progress": False}
+    run = cids.run(NoOptimum(horizon=3), [0, 1], 2, **settings)
+    assert run.plot().axes[0].get_ylabel() == "return"
+    assert run.plot([1.0, 2.0]).axes[0].get_ylabel() == "cumulative regret"
 
 
 def test_pictures_of_a_run():
