@@ -1,20 +1,37 @@
-"""The README's code runs, top to bottom, as a reader would paste it."""
+"""The code in README and documentation runs, top to bottom, as a reader would paste it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+READING = [
+    ["README.md"],
+    ["docs/models.md", "docs/solving.md", "docs/baselines.md"],
+    ["docs/models.md", "docs/inference.md"],
+]
+"""Pages that build on one another, in the order in which they are read."""
 
 
-def test_the_readme_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert blocks
+@pytest.mark.parametrize("pages", READING, ids=lambda pages: pages[-1])
+def test_its_code_runs(pages, capsys, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+    for page in pages:
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL):
+            exec(compile(block, page, "exec"), names)
     assert "Episodes(B=10000" in capsys.readouterr().out
+
+
+def test_no_page_is_left_out():
+    with_code = {page for page in PAGES if "```python" in (ROOT / page).read_text()}
+    assert with_code == {page for pages in READING for page in pages}
 
 
 def test_a_complete_model_fits_in_forty_lines():
@@ -23,6 +40,7 @@ def test_a_complete_model_fits_in_forty_lines():
     assert len(first.group(1).splitlines()) < 40
 
 
-def test_its_pictures_are_there():
-    for path in re.findall(r"!\[.*?\]\((.*?)\)", README):
-        assert (Path(__file__).parent.parent / path).exists()
+@pytest.mark.parametrize("page", PAGES)
+def test_its_pictures_and_links_lead_somewhere(page):
+    for path in re.findall(r"\]\((?!http)(.*?)\)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(path).exists(), path
