@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributions import Categorical
 
 from cpomdp_ppl.errors import rejected, require, require_model
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import RandomStream
+from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import History, as_policy
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Agent:
         self.model = model
         self.policy = as_policy(policy)
         self.greedy = greedy
-        number = secrets.randbits(32) if seed is None else seed
+        number = fresh_seed(seed)
         self.filter: OnlineFilter = as_backend(likelihood).online(model, prior=prior, seed=number)
         self._stream = RandomStream(number)
         with self._stream, torch.no_grad():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.model import CPOMDP
 
 Unit = Literal["nats", "bits"]
 
@@ -28,6 +29,21 @@ def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: i
     if not are_probabilities(p):
         raise rejected("prior", p.tolist(), "non-negative probabilities that sum to 1")
     return p
+
+
+def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
+    """Check a single prior over contexts, the model's if None; a copy that sums to 1, float64 `[C]`.
+
+    Example:
+        >>> from cpomdp_ppl.models import ContextualTiger
+        >>> one_prior(None, ContextualTiger()).tolist()  # the model's own are in single precision
+        [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
+    """
+    C = model.num_contexts
+    p = _real("prior", model.prior().detach() if prior is None else prior)
+    require(p.shape == (C,), "prior", list(p.shape), f"shape [{C}]")
+    p = as_prior(p, C, 1)
+    return p / p.sum()
 
 
 def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:

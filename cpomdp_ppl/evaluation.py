@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ import torch
 from torch.nn.functional import one_hot
 from tqdm import tqdm
 
-from cpomdp_ppl.context import as_prior, entropy, stratified
+from cpomdp_ppl.context import entropy, one_prior, stratified
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import RandomStream, require_seed
+from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 from cpomdp_ppl.simulate import simulate
 
@@ -203,14 +202,14 @@ def evaluate(
     require_seed(seed)
     size = require_count("batch_size", batch_size)
     require_count("workers", workers)
-    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
-    require(p.dim() == 1, "prior", list(p.shape), f"shape [{model.num_contexts}]")
+    p = one_prior(prior, model)
     backend = most_exact(model) if likelihood is None else as_backend(likelihood)
     root = np.random.SeedSequence(seed)
     parts = -(-B // size)
     contexts = stratified(p, B)
+    given = None if prior is None else p
     tasks = [
-        (model, as_policy(policy), contexts[k::parts], p, told, backend, [int(word) for word in words])
+        (model, as_policy(policy), contexts[k::parts], given, told, backend, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
     outcomes = list(tqdm(_each(tasks, workers), total=parts, disable=not progress, desc="episodes"))
@@ -235,7 +234,7 @@ def evaluate(
     )
 
 
-Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor, bool, Backend, list[int]]"
+Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor | None, bool, Backend, list[int]]"
 Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
 """Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
 
@@ -264,7 +263,7 @@ def _play(task: Task) -> Outcome:
     filtering = backend.run(model, episodes, seed=seeds[2], moments=False)
     assert episodes.contexts is not None
     assert episodes.returns is not None
-    last = filtering.posterior(prior.to(model.device))[:, -1]  # [B, C]
+    last = filtering.posterior(prior)[:, -1]  # [B, C]
     return episodes.contexts, episodes.returns.double(), last, watched.seconds
 
 
@@ -368,9 +367,7 @@ def compare(
     require(
         many.keys() == policies.keys(), "num_episodes", num_episodes, f"a number, or one for {list(policies)}"
     )
-    require_seed(seed)
-    if seed is None:  # fresh, but the same for all
-        seed = secrets.randbits(32)
+    seed = fresh_seed(seed)  # the same for all
     evaluations = {
         name: evaluate(model, policy, many[name], seed=seed, **settings) for name, policy in policies.items()
     }

@@ -28,8 +28,7 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
         seed: Seed for all three generators; None takes fresh entropy.
         validate: Whether distributions check their arguments inside.
     """
-    require_seed(seed)
-    number = secrets.randbits(32) if seed is None else int(seed)
+    number = fresh_seed(seed)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its own flag
     store = pyro.get_param_store()
@@ -48,6 +47,17 @@ def require_seed(seed: Any) -> None:
     number = whole_number(seed)
     if seed is not None and (number is None or not 0 <= number < 2**32):
         raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+
+
+def fresh_seed(seed: int | None) -> int:
+    """The seed itself, once it is found to be one; None takes fresh entropy.
+
+    Example:
+        >>> fresh_seed(3)
+        3
+    """
+    require_seed(seed)
+    return secrets.randbits(32) if seed is None else int(seed)
 
 
 @overload

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.context import entropy, information_gain, mutual_information
+from cpomdp_ppl.context import entropy, information_gain, mutual_information, one_prior
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
-from cpomdp_ppl.models import LineGrid
+from cpomdp_ppl.models import ContextualTiger, LineGrid
 from tests.conftest import fixed_actions
 from tests.programs import Walk
 
@@ -151,6 +151,25 @@ def test_bad_priors_are_named(prior, message):
     for use in uses:
         with pytest.raises(ValueError, match=f"prior: expected {message}"):
             use(prior)
+
+
+@pytest.mark.parametrize("prior", [p for p, _ in PRIORS[:4] + PRIORS[5:]])
+def test_a_single_prior_has_no_other_shape(prior):
+    with pytest.raises(ValueError, match="prior: expected") as caught:
+        one_prior(prior, Twins())
+    assert " or [" not in str(caught.value)
+
+
+def test_a_single_prior_sums_to_one():
+    own = one_prior(None, ContextualTiger())
+    assert own.dtype == torch.float64
+    assert own.tolist() == [1 / 3] * 3
+    given = torch.tensor([0.1, 0.2, 0.7])  # in single precision they sum to 1 + 1e-8
+    p = one_prior(given, ContextualTiger())
+    assert abs(float(p.sum()) - 1) < 1e-15
+    torch.testing.assert_close(p, given.double(), rtol=1e-7, atol=0)
+    p[0] = 0.5
+    assert given[0] == torch.tensor(0.1)  # it is a copy
 
 
 def test_a_prior_for_each_episode():

@@ -11,6 +11,7 @@ from torch.distributions import constraints
 
 from cpomdp_ppl import FunctionPolicy, ModelError, RandomPolicy, simulate
 from cpomdp_ppl.handlers import draw_index
+from cpomdp_ppl.isolation import fresh_seed
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
@@ -25,6 +26,17 @@ def test_same_seed_same_episodes(model):
     assert torch.equal(one.rewards, two.rewards)
     map_state(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), one.states, two.states)
     assert not torch.equal(one.actions, other.actions)
+
+
+def test_a_fresh_seed_is_a_seed():
+    assert fresh_seed(7) == 7
+    assert type(fresh_seed(np.int64(7))) is int
+    drawn = {fresh_seed(None) for _ in range(20)}
+    assert len(drawn) > 1
+    assert all(0 <= seed < 2**32 for seed in drawn)
+    for wrong in (-1, 2**32, 0.5, True, "a"):
+        with pytest.raises(ValueError, match="seed: expected None or an integer"):
+            fresh_seed(wrong)
 
 
 def test_without_a_seed_episodes_differ(model):

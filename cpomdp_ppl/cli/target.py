@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shlex
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import shows_progress
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.isolation import fresh_seed
 from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, no_space
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Target:
     def results(self, options: Namespace, command: str, settings: Mapping[str, Any]) -> Results:
         """Where the results of a command about this go: beside the solution, or to a folder of their own."""
         if self.folder is not None and options.run is None:
-            seed = secrets.randbits(32) if options.seed is None else options.seed
+            seed = fresh_seed(options.seed)
             return Results(self.folder, command, settings, seed, options, beside=True)
         if self.folder is not None:
             settings = {**settings, "solution": str(self.folder.path)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.backend import inferring, require_same_sites
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -184,10 +183,9 @@ def inference_groups(
     require_model(model)
     backend = as_backend(likelihood)
     chains, draws = require_count("chains", chains), require_count("draws", draws)
-    require_seed(seed)
+    number = fresh_seed(seed)
     require(isinstance(progress, bool), "progress", progress, "True or False")
     require(hasattr(episodes, "observations"), "episodes", episodes, "Episodes")
-    number = secrets.randbits(32) if seed is None else int(seed)
 
     export = _Export(model, episodes, backend, chains, draws, prior, number)
     export.draw(progress)

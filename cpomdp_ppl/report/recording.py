@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import checked, inferring, initial_step, steps
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief
-from cpomdp_ppl.isolation import RandomStream, require_seed
+from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.report.lookahead import expected_information
 from cpomdp_ppl.report.numbers import packed, significant
@@ -206,8 +205,7 @@ def record(
     B = require_count("num_episodes", num_episodes)
     num_particles = require_count("num_particles", num_particles)
     num_outcomes = require_count("num_outcomes", num_outcomes)
-    require_seed(seed)
-    number = secrets.randbits(32) if seed is None else int(seed)
+    number = fresh_seed(seed)
     seeds = [int(n) for n in np.random.SeedSequence(number).generate_state(3)]
     backend = as_backend(likelihood)
     C = model.num_contexts
