@@ -81,6 +81,20 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
     return int(np.random.SeedSequence([int(seed), len(purpose), *purpose]).generate_state(1)[0])
 
 
+def generators() -> tuple[Any, ...]:
+    """Where the generators are, to compare: as long as nothing is drawn, it stays the same.
+
+    Example:
+        >>> before = generators()
+        >>> before == generators()
+        True
+    """
+    python, (kind, keys, *rest), of_torch = _states()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = [bytes(state.numpy()) for state in (of_torch, *on_devices)]
+    return python, kind, keys.tobytes(), *rest, *states
+
+
 class RandomStream:
     """Random numbers of one's own: inside, the generators go on from where this stream stopped the last time.
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from cpomdp_ppl.isolation import fresh_seed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -118,12 +120,13 @@ class RunFolder:
                 asked["seed"] = plain(seed)
             folder._require_same(asked)
             return folder
+        number = fresh_seed(seed)
         with _writing(path):
             _make_empty(path)
         record = {
             "format": FORMAT,
             **asked,
-            "seed": secrets.randbits(32) if seed is None else plain(seed),
+            "seed": number,
             **plain(further),
             "versions": versions(),
             "commit": commit(),

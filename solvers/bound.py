@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cpomdp_ppl.arrays import as_tensor
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.inference import ObservableOperator
 from cpomdp_ppl.inference.backend import inferring
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 NOISE = 4.0
 """Standard errors by which an entropy must exceed zero to tell anything about η."""
+
+
+NOTHING = 1e-12
+"""Entropies that are not larger, in nats, are zero but for rounding."""
 
 
 def smallest_xi() -> float:
@@ -100,7 +105,7 @@ class Bound:
 
     def terms(self, K: ArrayLike) -> NDArray[np.float64]:
         """The three terms after K episodes, `[3, …]` for K of shape `[…]`."""
-        k = np.asarray(K, dtype=np.float64)
+        k = as_tensor("K", K).double().cpu().numpy()
         require(bool((k >= 0).all()), "K", K, "numbers of episodes, not negative")
         most, log_c = self.horizon * self.reward_bound, math.log(self.num_contexts)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -127,7 +132,8 @@ def estimate_eta(
     its entropy is more than `negligible` times the largest entropy, and more than four standard errors of its
     information. What is left out can, in the second term of the bound, cost at most
     `ξ T R_max Σ_k √H(C | H_{k-1})` over those k. With `negligible=0` and no errors nothing is left out but
-    entropies of 0, for which any η will do.
+    entropies of 0, for which any η will do: if they are all 0, as with one context, or a prior that is sure,
+    it is 1.
 
     Args:
         entropies: `H(C | H_{k-1})`, expectations over histories, in nats, `[K]`.
@@ -138,16 +144,23 @@ def estimate_eta(
     Returns:
         A number from 0 to 1: no episode can tell more than there is left to find out.
 
+    Raises:
+        ValueError: If there is something to find out, but no entropy that exceeds the noise.
+
     Example:
         >>> round(estimate_eta([0.69, 0.4, 0.2], [0.29, 0.2, 0.05]), 6)
         0.25
     """
     H, gained = _series("entropies", entropies), _series("information", information)
-    errors = np.zeros_like(H) if information_errors is None else _series("errors", information_errors)
+    errors = (
+        np.zeros_like(H) if information_errors is None else _series("information_errors", information_errors)
+    )
     require(len(H) > 0, "entropies", entropies, "one for each of at least one episode")
     for name, values in (("information", gained), ("information_errors", errors)):
         require(values.shape == H.shape, name, list(values.shape), f"shape {list(H.shape)}, as of entropies")
     require_number("negligible", negligible, "a number, not negative")
+    if H.max() <= NOTHING:
+        return 1.0
     counts = (negligible * H.max() < H) & (NOISE * errors < H)
     what = "at least one that is larger than the noise of the information"
     require(bool(counts.any()), "entropies", H.tolist(), what)
@@ -155,7 +168,7 @@ def estimate_eta(
 
 
 def _series(argument: str, values: ArrayLike) -> NDArray[np.float64]:
-    series = np.asarray(values, dtype=np.float64)
+    series: NDArray[np.float64] = as_tensor(argument, values).double().cpu().numpy()
     proper = series.ndim == 1 and bool(np.isfinite(series).all())
     require(proper, argument, values, "finite numbers, one for each episode")
     return series

@@ -3,7 +3,8 @@
 A finite model with a horizon has finitely many histories, and far fewer beliefs: histories in another order,
 or with as much evidence for as against, lead to the same one. `plan` goes through all beliefs `P(c, s | h)`
 that can be reached from a prior, and finds the best action in each by dynamic programming; `evaluate` goes
-through all histories that a given policy can meet. Both are for small models, and say so of larger ones.
+through all histories that a given policy can meet, if it draws no random numbers itself. Both are for small
+models, and say so of larger ones.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import ObservationError, rejected, require_count, require_model, require_number
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.isolation import generators, isolated
 from cpomdp_ppl.policy import Decision, History, Policy, as_policy
-from solvers.finite import Finite, Indices, Reals, finite, row_keys
-from solvers.reachable import DECIMALS, Layer, TooManyBeliefsError, condition, first_layer, next_layer, parts
+from solvers.finite import Finite, Indices, Reals, distinct_rows, finite
+from solvers.reachable import (
+    DECIMALS,
+    MAX_BELIEFS,
+    Layer,
+    TooManyBeliefsError,
+    condition,
+    first_layer,
+    next_layer,
+    parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +52,13 @@ __all__ = [
 
 TIE = 1e-10
 """Actions whose values differ by less (relative to the largest, if that is above 1) are tied."""
+
+
+MAX_HISTORIES = 200_000
+"""How many histories a policy may have to decide in at any one time, unless asked otherwise."""
+
+ALIKE = 1e-4
+"""Probabilities of an action that differ by less may be rounding, of a policy in single precision."""
 
 
 class TooManyHistoriesError(ValueError):
@@ -65,11 +82,10 @@ class Endings:
         """Merge equal posteriors, and leave out what has no probability in any context."""
         met = probabilities.any(1)
         posteriors, probabilities = posteriors[met], probabilities[met]
-        _, first, number = np.unique(row_keys(posteriors, DECIMALS), return_index=True, return_inverse=True)
-        order = np.lexsort(posteriors[first].round(DECIMALS).T[::-1])
+        first, number = distinct_rows(posteriors, DECIMALS)
         merged = np.zeros((len(first), posteriors.shape[1]))
-        np.add.at(merged, np.argsort(order)[number], probabilities)
-        return Endings(torch.from_numpy(posteriors[first[order]]), torch.from_numpy(merged))
+        np.add.at(merged, number, probabilities)
+        return Endings(torch.from_numpy(posteriors[first]), torch.from_numpy(merged))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +180,7 @@ def plan(
     *,
     prior: Sequence[float] | Tensor | None = None,
     temperature: float = 0.0,
-    max_beliefs: int = 200_000,
+    max_beliefs: int = MAX_BELIEFS,
     progress: bool = False,
 ) -> Plan:
     """The policy that maximises `E[return] + τ I(C; Y)`, by dynamic programming over all beliefs.
@@ -196,7 +212,7 @@ def plan(
     require_number("temperature", temperature, "a number that is not negative")
     most = require_count("max_beliefs", max_beliefs)
     tables = finite(model)
-    p = _prior(prior, tables)
+    p = _prior(prior, model, tables)
     T, tau = model.horizon, float(temperature)
 
     with tqdm(total=2 * T, desc="beliefs", disable=not progress) as bar:
@@ -249,23 +265,28 @@ def evaluate(
     policy: Policy | Callable[[History], Decision],
     *,
     prior: Sequence[float] | Tensor | None = None,
-    max_histories: int = 200_000,
+    max_histories: int = MAX_HISTORIES,
     progress: bool = False,
 ) -> Assessment:
-    """The exact value of any policy, by going through all histories that it can meet.
+    """The exact value of a policy that draws no random numbers itself, through all histories it can meet.
 
     At every time the policy is called once for all histories of that time, from `start` on: so nothing is
-    asked of its memory. It must be a function of the history, as `Policy` says; what it returns may be random
-    (a `Categorical`), but a policy that draws random numbers itself is taken at one draw of them.
+    asked of its memory. What it decides may be random, if it is a `Categorical`, but must be a function of
+    the history: a policy that draws random numbers on its way to a decision (a context that it takes for the
+    true one, or particles) would be taken at one draw of them, and is refused. It is noticed by the
+    generators of torch, NumPy and `random`; or, if its random numbers are hidden from these, by deciding
+    differently in the same history, which is asked twice.
 
     Args:
         model: A CPOMDP with `states = N` whose observations have finitely many values.
-        policy: Who acts: a `Policy`, or a function from a `History` to actions.
+        policy: Who acts: a `Policy`, or a function from a `History` to actions, neither of which may draw
+            random numbers; those that do can be played, with `cpomdp_ppl.evaluate`.
         prior: Over contexts, `[C]`, which the policy is started with; the model's if left out.
         max_histories: How many it may have to decide in at any one time.
         progress: Whether to show a bar.
 
     Raises:
+        ValueError: If the policy draws random numbers, or decides what is no decision.
         UnsupportedModelError: If the model is not finite, naming the program and the site.
         TooManyHistoriesError: If there are more histories than `max_histories`, with their number and time.
 
@@ -280,7 +301,7 @@ def evaluate(
     policy = as_policy(policy)
     most = require_count("max_histories", max_histories)
     tables = finite(model)
-    p = _prior(prior, tables)
+    p = _prior(prior, model, tables)
     after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
     C, T = len(p), model.horizon
 
@@ -324,15 +345,29 @@ def evaluate(
 def _decide(model: CPOMDP, policy: Policy, tables: Finite, prior: Reals, numbers: Indices) -> Reals:
     """What a policy does after the histories that met the outcomes `[B, t + 1]`: `π(a | h)`, `[B, A]`."""
     B, device = len(numbers), model.device
+    twice = np.concatenate([numbers, numbers])
     with isolated(0), torch.no_grad(), poutine.block(), model.running():
-        memory = policy.start(torch.from_numpy(prior).to(model.prior()).expand(B, -1))
+        untouched = generators()
+        memory = policy.start(torch.from_numpy(prior).to(model.prior()).expand(2 * B, -1))
+        if generators() != untouched:
+            raise _draws(policy, "draws random numbers in `start`")
         history: History | None = None
-        for t, k in enumerate(numbers.T):
+        for t, k in enumerate(twice.T):
             action = torch.from_numpy(tables.outcomes.action[k]).to(device) if t else None
             percept = tables.percept(k, action, device)
             history = History((percept,)) if history is None else history.extended(percept)
             decision, memory = policy.act(history, memory)
-    return _chances(decision, B, model.num_actions)
+            if generators() != untouched:
+                raise _draws(policy, f"draws random numbers in `act`, at time {t}")
+    once, again = _chances(decision, 2 * B, model.num_actions).reshape(2, B, -1)
+    if (np.abs(once - again) > ALIKE).any():
+        raise _draws(policy, f"decides differently in the same history, at time {t}")
+    return once
+
+
+def _draws(policy: Policy, fault: str) -> ValueError:
+    expected = "a function of the history, whose decision is a Categorical if random (or play it instead)"
+    return rejected("policy", f"a {type(policy).__name__}, which {fault}", expected)
 
 
 def _chances(decision: Decision, B: int, A: int) -> Reals:
@@ -354,13 +389,10 @@ def _chances(decision: Decision, B: int, A: int) -> Reals:
     return taken
 
 
-def _prior(prior: Sequence[float] | Tensor | None, tables: Finite) -> Reals:
+def _prior(prior: Sequence[float] | Tensor | None, model: CPOMDP, tables: Finite) -> Reals:
     if prior is None:
         return tables.prior
-    p = as_prior(prior, len(tables.prior), 1)
-    if p.dim() != 1:
-        raise rejected("prior", list(p.shape), f"shape [{len(tables.prior)}]")
-    given: Reals = (p / p.sum()).cpu().numpy()
+    given: Reals = one_prior(prior, model).detach().cpu().numpy()
     return given
 
 

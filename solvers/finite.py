@@ -212,12 +212,11 @@ def _outcomes(
     for i in range(A):
         v, c, s = np.nonzero(weights[:, :, i])
         met = symbols[v, c, i, s].round(DECIMALS)  # [·, D]
-        _, first, number = np.unique(row_keys(met, DECIMALS), return_index=True, return_inverse=True)
-        order = np.lexsort(met[first].T[::-1])  # by what they say, not by their keys
+        first, number = distinct_rows(met, DECIMALS)
         table = np.zeros((len(first), C, N))
-        np.add.at(table, (np.argsort(order)[number], c, s), weights[v, c, i, s])
+        np.add.at(table, (number, c, s), weights[v, c, i, s])
         of_action.append(np.full(len(first), i))
-        seen.append(met[first[order]])
+        seen.append(met[first])
         likelihood.append(table)
     return Outcomes(np.concatenate(of_action), np.concatenate(seen), np.concatenate(likelihood))
 
@@ -229,6 +228,21 @@ def _columns(spec: ObservationSite, values: Tensor, mask: Tensor, batch: tuple[i
     seen = torch.where(events, values.double(), 0.0).expand(*batch, *spec.shape)
     parts = seen.reshape(*batch, -1), flags.reshape(*batch, -1).double()
     return torch.cat(parts, -1)
+
+
+def distinct_rows(rows: Reals, decimals: int) -> tuple[Indices, Indices]:
+    """Where the different rows of `[n, D]` are, `[m]`, ordered by what they say, and which each is, `[n]`.
+
+    Rows are the same as `row_keys` has it.
+
+    Example:
+        >>> first, number = distinct_rows(np.array([[0.5, 0.5], [0.0, 1.0], [0.5, 0.5]]), 6)
+        >>> first.tolist(), number.tolist()
+        ([1, 0], [1, 0, 1])
+    """
+    _, first, number = np.unique(row_keys(rows, decimals), return_index=True, return_inverse=True)
+    order = np.lexsort(rows[first].round(decimals).T[::-1])
+    return first[order], np.argsort(order)[number]
 
 
 def row_keys(rows: Reals, decimals: int) -> NDArray[np.uint64]:

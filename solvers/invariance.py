@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,12 +12,14 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
+from cpomdp_ppl.arrays import as_array, as_indices
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, require_number
-from cpomdp_ppl.isolation import isolated, require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, isolated, seed_for
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.policy import as_policy
 from solvers import exact
 from solvers.checkpoint import description
+from solvers.reachable import MAX_BELIEFS
 from solvers.values import EPISODES_AT_ONCE, played, require_episodes, returns_of
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def policy_gaps(
     policy: PolicyLike | Sequence[PolicyLike] | None = None,
     *,
     num_episodes: int = 2000,
+    max_beliefs: int = MAX_BELIEFS,
     batch_size: int = EPISODES_AT_ONCE,
     progress: bool = False,
     seed: int | None = 0,
@@ -86,13 +88,14 @@ def policy_gaps(
             lack to the optimum is then in the gaps, which may even be negative.
         num_episodes: How many episodes each policy plays in each context, at least 2. All play the same ones:
             the same first states and noise, as far as programs draw alike.
+        max_beliefs: How many there may be at any one time, if gaps are exact.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
         seed: Of everything random.
 
     Raises:
         ValueError: If the model is not finite and there is no policy.
-        TooManyBeliefsError: If it is finite, but too large.
+        TooManyBeliefsError: If it is finite, but has more beliefs than `max_beliefs`.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid
@@ -104,21 +107,20 @@ def policy_gaps(
     C = model.num_contexts
     E = require_episodes(num_episodes)
     require_count("batch_size", batch_size)
-    require_seed(seed)
+    root = fresh_seed(seed)
     eye = torch.eye(C, dtype=torch.float64)
     if policy is None:
         if model.states is None:
             needed = f"one that takes point priors, or one for each of {C} contexts"
             raise rejected("policy", None, f"{needed}, as {type(model).__name__} is not finite")
         columns = [
-            torch.as_tensor(exact.plan(model, prior=point).returns, dtype=torch.float64)
+            exact.plan(model, prior=point, max_beliefs=max_beliefs).returns
             for point in tqdm(eye, disable=not progress, desc="contexts")
         ]
         values = torch.stack(columns, 1)  # [C, C]: in context i, of the policy for j
         gaps = values.diagonal()[:, None] - values
         return Gaps(model.context_names, values, gaps, torch.zeros_like(gaps), "exact")
 
-    root = secrets.randbits(32) if seed is None else int(seed)
     returns = torch.stack(
         [
             _returns(model, each, eye[j], E, batch_size, root)
@@ -143,11 +145,10 @@ def _returns(
 ) -> Tensor:
     """What a policy earns in every context that starts from one prior `[C]`, `[C, E]`."""
     contexts = torch.arange(model.num_contexts).repeat_interleave(num_episodes)
-    parts = []
-    for k, some in enumerate(contexts.split(batch_size)):
-        number = seed_for(seed, k)
-        assert number is not None
-        parts.append(returns_of(played(model, policy, prior.expand(len(some), -1), some, number)))
+    parts = [
+        returns_of(played(model, policy, prior.expand(len(some), -1), some, seed_for(seed, k)))
+        for k, some in enumerate(contexts.split(batch_size))
+    ]
     return torch.cat(parts).reshape(-1, num_episodes)
 
 
@@ -158,7 +159,7 @@ class Restricted(CPOMDP):
 
     Args:
         model: The other.
-        kept: Which contexts, by index in the other, in the order they have here.
+        kept: Which contexts, by index in the other or by name, in the order they have here.
         prior: Over the kept ones, `[K]`.
 
     Attributes:
@@ -168,7 +169,7 @@ class Restricted(CPOMDP):
 
     Example:
         >>> from cpomdp_ppl.models import ContextualTiger
-        >>> dull = Restricted(ContextualTiger(), [1, 2], [0.5, 0.5])
+        >>> dull = Restricted(ContextualTiger(), ["left dull", "right dull"], [0.5, 0.5])
         >>> dull.check()
         >>> dull.context_names
         ('left dull', 'right dull')
@@ -177,13 +178,11 @@ class Restricted(CPOMDP):
     original: CPOMDP
     index: Tensor
 
-    def __init__(self, model: CPOMDP, kept: Sequence[int], prior: Sequence[float]) -> None:
+    def __init__(self, model: CPOMDP, kept: Sequence[int | str] | Tensor, prior: Sequence[float]) -> None:
         super().__init__()
         require_model(model)
-        C = model.num_contexts
-        proper = len(kept) > 0 and len(set(kept)) == len(kept) and all(0 <= c < C for c in kept)
-        require(proper, "kept", kept, f"different indices 0 to {C - 1}")
-        self.contexts = tuple(model.context_names[c] for c in kept)
+        index = _kept(kept, model)
+        self.contexts = tuple(model.context_names[c] for c in index.tolist())
         self.actions = model.actions
         self.horizon = model.horizon
         self.states = model.states
@@ -192,7 +191,7 @@ class Restricted(CPOMDP):
         self.context_prior = list(prior)
         self.origin = json.dumps(description(model), sort_keys=True)
         self.original = _copy(model)
-        self.register_buffer("index", torch.tensor(list(kept), device=model.device))
+        self.register_buffer("index", index.to(model.device))
         self.require_definition()
 
     def initial(self, context: Tensor) -> State:
@@ -215,6 +214,17 @@ class Restricted(CPOMDP):
         """The original's, of the contexts that were kept."""
         best = self.original.context_known_return()
         return None if best is None else best[self.index.to(best.device)]
+
+
+def _kept(kept: Any, model: CPOMDP) -> Tensor:
+    """Indices of contexts, `[K]`, each there once."""
+    expected = f"different indices 0 to {model.num_contexts - 1}, or names out of {list(model.context_names)}"
+    array = as_array("kept", kept)
+    require(array.ndim == 1 and array.dtype.kind in "iuU", "kept", kept, expected)
+    index = as_indices("kept", array, model.context_names)
+    inside = bool(((index >= 0) & (index < model.num_contexts)).all())
+    require(inside and len(index.unique()) == len(index), "kept", kept, expected)
+    return index
 
 
 def _copy(model: CPOMDP) -> CPOMDP:
@@ -293,7 +303,7 @@ def merge_invariant_contexts(
         model: The CPOMDP.
         epsilon: What a difference may cost, in units of return.
         policy: As for `policy_gaps`.
-        gaps: From `policy_gaps`, to not compute them again.
+        gaps: From `policy_gaps`, to not compute them again; then there is no use for a policy and settings.
         settings: Others of `policy_gaps`.
 
     Example:
@@ -307,6 +317,10 @@ def merge_invariant_contexts(
     require_number("epsilon", epsilon, "a number, not negative")
     if gaps is None:
         gaps = policy_gaps(model, policy, **settings)
+    else:
+        require(isinstance(gaps, Gaps), "gaps", gaps, "Gaps, from policy_gaps")
+        useless = [*(["policy"] if policy is not None else []), *settings]
+        require(not useless, "gaps", f"{', '.join(useless)} as well", "either gaps, or how to compute them")
     names = model.context_names
     require(gaps.contexts == names, "gaps", f"of contexts {gaps.contexts}", f"of contexts {names}")
     invariant = gaps.invariant(epsilon)

@@ -18,6 +18,9 @@ Keys: TypeAlias = NDArray[np.uint64]
 DECIMALS = 11
 """Beliefs that agree so far are one belief: they came to it by different orders of rounding."""
 
+MAX_BELIEFS = 200_000
+"""How many beliefs there may be at any one time, unless asked otherwise."""
+
 AT_ONCE = 2**22
 """Numbers that one array may hold while the successors of beliefs are computed."""
 

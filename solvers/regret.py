@@ -24,13 +24,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.arrays import as_indices, as_tensor
-from cpomdp_ppl.context import as_prior, entropy
+from cpomdp_ppl.context import entropy, one_prior
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, require_number
 from cpomdp_ppl.evaluation import most_exact
 from cpomdp_ppl.inference import as_backend
 from solvers import exact as exactly
 from solvers.bound import XI, Bound, estimate_eta, reward_bound, smallest_xi
+from solvers.exact import MAX_HISTORIES
+from solvers.finite import distinct_rows, row_keys
 from solvers.invariance import Gaps, Merge, merge_invariant_contexts, policy_gaps
+from solvers.reachable import DECIMALS as EXACT_DECIMALS
+from solvers.reachable import MAX_BELIEFS
 from solvers.values import (
     DECIMALS,
     EPISODES_AT_ONCE,
@@ -78,9 +82,6 @@ __all__ = [
 
 NEGLIGIBLE = 1e-6
 """Information, in nats, that is too little to divide by."""
-
-POSTERIOR_DECIMALS = 11
-"""Posteriors that agree so far are one, where everything is exact."""
 
 
 class TooManyPosteriorsError(ValueError):
@@ -139,10 +140,12 @@ def decompose(
     contexts: Tensor | Sequence[int],
     *,
     best: PolicyLike | None = None,
-    optima: Optima | None = None,
+    optima: Optima | Sequence[float] | Tensor | None = None,
     num_episodes: int = 200,
     likelihood: str | Backend | None = None,
     exact: bool = False,
+    max_beliefs: int = MAX_BELIEFS,
+    max_histories: int = MAX_HISTORIES,
     batch_size: int = EPISODES_AT_ONCE,
     progress: bool = False,
     seed: int | None = 0,
@@ -166,11 +169,15 @@ def decompose(
         contexts: The true context of each run, `[R]`.
         best: A policy for `max_π V̄_k(π)`, which must take the prior into account: one that was learned with
             temperature 0. Left out, the model must be finite.
-        optima: From `context_known_values`, which is called with `best` if left out.
+        optima: From `context_known_values`, which is called with `best` if left out; or `V_c(π*_c)` itself,
+            `[C]`, taken to be without error.
         num_episodes: How many to play for each posterior and context, at least 2.
         likelihood: For information: a backend or its name. Left out, it is the most exact, which for
             continuous states takes its time; `"smc"` is several times as fast, and noisier.
-        exact: Whether to value policies by going through all their histories, instead of playing.
+        exact: Whether to value policies by going through all their histories, instead of playing; they may
+            then not draw random numbers themselves (see `solvers.exact.evaluate`).
+        max_beliefs: How many there may be at any one time, where the best is found by dynamic programming.
+        max_histories: How many a policy may have to decide in at any one time, with `exact=True`.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
         seed: Of everything random.
@@ -178,6 +185,7 @@ def decompose(
     Raises:
         ValueError: On arguments that make no sense, or if nothing stands for the maximum.
         TooManyBeliefsError: If the model is finite but too large, and there is no `best`.
+        TooManyHistoriesError: If a policy meets too many, with `exact=True`.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy
@@ -200,19 +208,24 @@ def decompose(
         needed = f"a policy that stands for the best, as {type(model).__name__} is not finite"
         raise rejected("best", None, needed)
     if optima is None:
-        optima = context_known_values(model, best, progress=progress, seed=seed)
-    require(optima.values.shape == (C,), "optima", list(optima.values.shape), f"values of shape [{C}]")
+        optima = context_known_values(model, best, max_beliefs=max_beliefs, progress=progress, seed=seed)
+    optima = _as_optima(optima, C)
 
-    decimals = POSTERIOR_DECIMALS if exact else DECIMALS
+    decimals = EXACT_DECIMALS if exact else DECIMALS
     p = as_priors("posteriors", p.reshape(-1, C), C)  # [R K, C]
     distinct, number = merged(p, decimals)
     if exact:
-        mine = policy_values(model, policy, distinct, exact=True, progress=progress)
-        highest, highest_error, delta_error = _best_exactly(model, best, distinct, progress)
+        by_histories: dict[str, Any] = {"exact": True, "max_histories": max_histories, "progress": progress}
+        mine = policy_values(model, policy, distinct, **by_histories)
+        if best is None:
+            highest = _highest(model, distinct, max_beliefs, progress)
+        else:
+            highest = (distinct * policy_values(model, best, distinct, **by_histories).values).sum(-1)
+        highest_error = delta_error = torch.zeros_like(highest)
     else:
         backend = most_exact(model) if likelihood is None else as_backend(likelihood)
         mine, highest, highest_error, delta_error = _by_playing(
-            model, policy, best, distinct, E, backend, batch_size, seed, progress
+            model, policy, best, distinct, E, backend, max_beliefs, batch_size, seed, progress
         )
 
     true = c[:, None].expand(R, K).reshape(-1)  # [R K]
@@ -249,22 +262,19 @@ def decompose(
     return Decomposition(data, optima, "exact" if best is None else "policy")
 
 
-def _best_exactly(
-    model: CPOMDP, best: PolicyLike | None, priors: Tensor, progress: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`max_π V̄(π)` for every prior `[N]`, and no errors of it and of its differences."""
-    if best is None:
-        highest = _highest(model, priors, progress)
-    else:
-        values = policy_values(model, best, priors, exact=True, progress=progress).values
-        highest = (priors * values).sum(-1)
-    return highest, torch.zeros_like(highest), torch.zeros_like(highest)
+def _as_optima(optima: Optima | Sequence[float] | Tensor, num_contexts: int) -> Optima:
+    if not isinstance(optima, Optima):
+        optima = Optima.known(as_tensor("optima", optima), "given")
+    proper = optima.values.shape == (num_contexts,) and bool(optima.values.isfinite().all())
+    require(proper, "optima", optima.values.tolist(), f"finite numbers, of shape [{num_contexts}]")
+    return optima
 
 
-def _highest(model: CPOMDP, priors: Tensor, progress: bool) -> Tensor:
+def _highest(model: CPOMDP, priors: Tensor, max_beliefs: int, progress: bool) -> Tensor:
     """`max_π V̄(π)` by dynamic programming, `[N]`."""
     bar = tqdm(priors, disable=not progress, desc="best")
-    return torch.tensor([exactly.plan(model, prior=p).value for p in bar], dtype=torch.float64)
+    plans = (exactly.plan(model, prior=p, max_beliefs=max_beliefs) for p in bar)
+    return torch.tensor([plan.value for plan in plans], dtype=torch.float64)
 
 
 def _by_playing(
@@ -274,6 +284,7 @@ def _by_playing(
     priors: Tensor,
     num_episodes: int,
     backend: Backend,
+    max_beliefs: int,
     batch_size: int,
     seed: int | None,
     progress: bool,
@@ -284,7 +295,7 @@ def _by_playing(
         returns, gained = sampled(model, policy, some, num_episodes, backend, part_seed)
         mine.append(summarised(returns, gained, some))
         if best is None:
-            highest.append(_highest(model, some, progress=False))
+            highest.append(_highest(model, some, max_beliefs, progress=False))
             highest_error.append(torch.zeros(len(some), dtype=torch.float64))
             delta_error.append(_weighted_error(some, returns))
         else:
@@ -405,6 +416,8 @@ def exact_regret(
     policy: PolicyLike | None = None,
     tolerance: float = 1e-12,
     max_posteriors: int = 2000,
+    max_beliefs: int = MAX_BELIEFS,
+    max_histories: int = MAX_HISTORIES,
     progress: bool = False,
 ) -> ExactRegret:
     """Algorithm 1, followed exactly through all histories of K episodes.
@@ -418,13 +431,19 @@ def exact_regret(
         num_episodes: How many episodes K.
         temperature: τ.
         prior: Over contexts, `[C]`; the model's if left out.
-        policy: Who plays instead, to see how far it is from what the theory asks for.
+        policy: Who plays instead, to see how far it is from what the theory asks for; it may not draw random
+            numbers itself (see `solvers.exact.evaluate`).
         tolerance: Posteriors with less probability are not followed; how much that is, is reported.
         max_posteriors: How many posteriors one episode may begin with.
+        max_beliefs: How many there may be at any one time of an episode, for dynamic programming.
+        max_histories: How many the policy may have to decide in at any one time.
         progress: Whether to show a progress bar.
 
     Raises:
-        TooManyPosteriorsError: If there are more, with their number and the episode.
+        ValueError: If the tolerance leaves no posterior to follow.
+        TooManyPosteriorsError: If there are more than `max_posteriors`, with their number and the episode.
+        TooManyBeliefsError: If there are more beliefs than `max_beliefs`.
+        TooManyHistoriesError: If the policy meets more histories than `max_histories`.
         UnsupportedModelError: If the model is not finite.
 
     Example:
@@ -439,12 +458,10 @@ def exact_regret(
     require_number("temperature", temperature, "a number, not negative")
     require_number("tolerance", tolerance, "a probability")
     require(tolerance < 1, "tolerance", tolerance, "a probability")
-    start = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1).cpu()
-    require(start.dim() == 1, "prior", list(start.shape), f"shape [{model.num_contexts}]")
-    start = start / start.sum()
-    optima = context_known_values(model, source="exact").values.numpy()
+    start = one_prior(prior, model).detach().cpu()
+    optima = context_known_values(model, source="exact", max_beliefs=max_beliefs).values.numpy()
 
-    solved: dict[bytes, _Episode] = {}
+    solved: dict[int, _Episode] = {}
     posteriors, weights = start.numpy()[None], start.numpy()[None]  # P_k and P(P_k, C), [M, C]
     series: dict[str, list[float]] = {}
     dropped = 0.0
@@ -456,16 +473,20 @@ def exact_regret(
                     f"= {most}: follow fewer episodes, allow more, or raise the tolerance ({tolerance:g})"
                 )
             episodes = []
-            for p in posteriors:
-                key = p.round(POSTERIOR_DECIMALS).tobytes()
+            for p, key in zip(posteriors, row_keys(posteriors, EXACT_DECIMALS).tolist(), strict=True):
                 if key not in solved:
-                    solved[key] = _solve(model, torch.from_numpy(p), float(temperature), policy)
+                    solved[key] = _solve(
+                        model, torch.from_numpy(p), float(temperature), policy, max_beliefs, max_histories
+                    )
                 episodes.append(solved[key])
                 bar.set_postfix_str(f"{len(solved)} posteriors solved", refresh=False)
             measured = _expectations(posteriors, weights, episodes, optima, float(temperature))
             for name, value in {**measured, "posteriors": len(posteriors), "dropped": dropped}.items():
                 series.setdefault(name, []).append(value)
             posteriors, weights, lost = _afterwards(weights, episodes, tolerance)
+            if not len(posteriors):
+                needed = f"a smaller one: no posterior after episode {k + 1} of {K} has so much probability"
+                raise rejected("tolerance", tolerance, needed)
             dropped += lost
             bar.update()
     array = {name: np.asarray(values, dtype=np.float64) for name, values in series.items()}
@@ -481,13 +502,21 @@ def exact_regret(
     )
 
 
-def _solve(model: CPOMDP, prior: Tensor, temperature: float, policy: PolicyLike | None) -> _Episode:
-    best = exactly.plan(model, prior=prior)
+def _solve(
+    model: CPOMDP,
+    prior: Tensor,
+    temperature: float,
+    policy: PolicyLike | None,
+    max_beliefs: int,
+    max_histories: int,
+) -> _Episode:
+    plan = best = exactly.plan(model, prior=prior, max_beliefs=max_beliefs)
     if policy is not None:
-        found = exactly.evaluate(model, policy, prior=prior)
+        found = exactly.evaluate(model, policy, prior=prior, max_histories=max_histories)
         returns, information, endings = found.returns, found.information, found.endings
     else:
-        plan = best if temperature == 0 else exactly.plan(model, prior=prior, temperature=temperature)
+        if temperature > 0:
+            plan = exactly.plan(model, prior=prior, temperature=temperature, max_beliefs=max_beliefs)
         returns, information, endings = plan.returns, plan.information, plan.endings()
     return _Episode(
         best.value,
@@ -531,13 +560,13 @@ def _afterwards(
     """The posteriors after an episode, `P(posterior, C)` `[M, C]`, and the probability that was dropped."""
     posteriors = np.concatenate([each.posteriors for each in episodes])
     reached = [w * each.probabilities for w, each in zip(weights, episodes, strict=True)]
-    distinct, number = merged(torch.from_numpy(posteriors), POSTERIOR_DECIMALS)
-    total = np.zeros(distinct.shape)
-    np.add.at(total, number.numpy(), np.concatenate(reached))
+    first, number = distinct_rows(posteriors, EXACT_DECIMALS)
+    total = np.zeros((len(first), posteriors.shape[1]))
+    np.add.at(total, number, np.concatenate(reached))
     # What has no probability under its own prior was never come to; tolerance 0 keeps all that was.
     mass = total.sum(1)
     followed = (mass > 0) & (mass >= tolerance)
-    return distinct.numpy()[followed], total[followed], float(mass[~followed].sum())
+    return posteriors[first[followed]], total[followed], float(mass[~followed].sum())
 
 
 def _entropies(posteriors: NDArray[np.float64]) -> NDArray[np.float64]:

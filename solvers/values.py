@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -15,12 +13,15 @@ from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.evaluation import Watched, most_exact
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.simulate import simulate
 from solvers import exact as exactly
+from solvers.exact import MAX_HISTORIES
+from solvers.finite import distinct_rows
 from solvers.objectives import MIXED
-from solvers.reachable import TooManyBeliefsError
+from solvers.reachable import DECIMALS as EXACT_DECIMALS
+from solvers.reachable import MAX_BELIEFS, TooManyBeliefsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,6 +70,7 @@ def policy_values(
     num_episodes: int = 200,
     likelihood: str | Backend | None = None,
     exact: bool = False,
+    max_histories: int = MAX_HISTORIES,
     batch_size: int = EPISODES_AT_ONCE,
     progress: bool = False,
     seed: int | None = 0,
@@ -90,7 +92,9 @@ def policy_values(
         num_episodes: How many to play for each prior and context, at least 2.
         likelihood: How to compute context posteriors: a backend or its name. Left out, it is the most exact,
             which for continuous states takes its time; `"smc"` is several times as fast, and noisier.
-        exact: Whether to go through all histories instead; see `solvers.exact.evaluate`.
+        exact: Whether to go through all histories instead; see `solvers.exact.evaluate`, which refuses
+            policies that draw random numbers themselves.
+        max_histories: How many it may then have to decide in at any one time.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
         seed: Of everything random; None takes fresh entropy.
@@ -106,7 +110,7 @@ def policy_values(
     p = as_priors("priors", priors, model.num_contexts)
     E = require_episodes(num_episodes)
     if exact:
-        return _exact_values(model, policy, p, progress)
+        return _exact_values(model, policy, p, max_histories, progress)
     backend = most_exact(model) if likelihood is None else as_backend(likelihood)
     distinct, number = merged(p, DECIMALS)
     parts = [
@@ -116,10 +120,12 @@ def policy_values(
     return PolicyValues(*(torch.cat(series)[number] for series in zip(*parts, strict=True)))
 
 
-def _exact_values(model: CPOMDP, policy: PolicyLike, priors: Tensor, progress: bool) -> PolicyValues:
-    distinct, number = merged(priors, 11)
+def _exact_values(
+    model: CPOMDP, policy: PolicyLike, priors: Tensor, max_histories: int, progress: bool
+) -> PolicyValues:
+    distinct, number = merged(priors, EXACT_DECIMALS)
     found = [
-        exactly.evaluate(model, policy, prior=prior)
+        exactly.evaluate(model, policy, prior=prior, max_histories=max_histories)
         for prior in tqdm(distinct, disable=not progress, desc="priors")
     ]
     values = torch.stack([torch.as_tensor(each.returns, dtype=torch.float64) for each in found])
@@ -133,10 +139,9 @@ def in_parts(
 ) -> Iterator[tuple[Tensor, int]]:
     """Priors `[N, C]` in parts that can be played side by side, each with a seed of its own."""
     size = max(1, require_count("batch_size", batch_size) // (num_episodes * priors.shape[1]))
-    require_seed(seed)
-    root = secrets.randbits(32) if seed is None else int(seed)
+    root = fresh_seed(seed)
     for k, some in enumerate(tqdm(priors.split(size), disable=not progress, desc="priors")):
-        yield some, _seed(root, k)
+        yield some, seed_for(root, k)
 
 
 def played(model: CPOMDP, policy: PolicyLike, believed: Tensor, contexts: Tensor, seed: int) -> Episodes:
@@ -144,8 +149,8 @@ def played(model: CPOMDP, policy: PolicyLike, believed: Tensor, contexts: Tensor
 
     With the same seed and contexts, any two policies meet the same world, as far as programs draw alike.
     """
-    watched = Watched(as_policy(policy), _seed(seed, POLICY))
-    world = _seed(seed, WORLD)
+    watched = Watched(as_policy(policy), seed_for(seed, POLICY))
+    world = seed_for(seed, WORLD)
     return simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=world)
 
 
@@ -182,7 +187,7 @@ def sampled(
     returns = returns_of(episodes).reshape(shape)
     if backend is None:
         return returns, None
-    filtering = backend.run(model, episodes, seed=_seed(seed, FILTER), moments=False)
+    filtering = backend.run(model, episodes, seed=seed_for(seed, FILTER), moments=False)
     # A context that the prior excludes has no weight, but its episodes may be impossible under the prior.
     true = believed.gather(1, contexts[:, None])  # [B, 1]
     before = torch.where(true > 0, believed, 1 / C)
@@ -225,9 +230,8 @@ def summarised(returns: Tensor, gained: Tensor | None, priors: Tensor) -> Policy
 
 def merged(priors: Tensor, decimals: int) -> tuple[Tensor, Tensor]:
     """Those of priors `[N, C]` that differ, `[U, C]`, and which of them each is, `[N]`."""
-    rounded = priors.numpy().round(decimals) + 0.0  # so that -0 is 0
-    _, first, number = np.unique(rounded, axis=0, return_index=True, return_inverse=True)
-    return priors[torch.as_tensor(first)], torch.as_tensor(number.reshape(-1))
+    first, number = distinct_rows(priors.numpy(), decimals)
+    return priors[torch.from_numpy(first)], torch.from_numpy(number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,15 +242,15 @@ class Optima:
         values: `V_c(π*_c)`, float64 `[C]`.
         standard_errors: Of the values, `[C]`; zero unless a policy was played.
         source: `"exact"`, by dynamic programming; `"closed form"`, by the model's own
-            `context_known_return`; `"policy"`, of a policy that was told the context.
+            `context_known_return`; `"policy"`, of a policy that was told the context; `"given"`, by you.
     """
 
     values: Tensor
     standard_errors: Tensor
-    source: Source
+    source: Source | Literal["given"]
 
     @staticmethod
-    def known(values: Any, source: Source) -> Optima:
+    def known(values: Any, source: Source | Literal["given"]) -> Optima:
         """Values without error."""
         v = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
         return Optima(v, torch.zeros_like(v), source)
@@ -258,6 +262,7 @@ def context_known_values(
     *,
     source: Source | None = None,
     num_episodes: int = 2000,
+    max_beliefs: int = MAX_BELIEFS,
     batch_size: int = EPISODES_AT_ONCE,
     progress: bool = False,
     seed: int | None = 0,
@@ -271,6 +276,7 @@ def context_known_values(
         source: Where the values come from. Left out, it is dynamic programming if the model is finite and
             small enough, else the model's own `context_known_return`, else the policy.
         num_episodes: How many episodes the policy plays in each context, at least 2.
+        max_beliefs: How many there may be at any one time for dynamic programming.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
         seed: Of everything random.
@@ -291,13 +297,14 @@ def context_known_values(
     eye = torch.eye(model.num_contexts, dtype=torch.float64)
     if source == "exact" or (source is None and model.states is not None):
         try:
-            return Optima.known([exactly.plan(model, prior=point).value for point in eye], "exact")
+            best = [exactly.plan(model, prior=point, max_beliefs=max_beliefs).value for point in eye]
+            return Optima.known(best, "exact")
         except TooManyBeliefsError:
             if source == "exact" or (policy is None and model.context_known_return() is None):
                 raise
-    best = None if source == "policy" else model.context_known_return()
-    if best is not None:
-        return Optima.known(best, "closed form")
+    known = None if source == "policy" else model.context_known_return()
+    if known is not None:
+        return Optima.known(known, "closed form")
     if source == "closed form":
         raise rejected("source", source, f"another, as {_name(model)} has no context_known_return")
     if policy is None:
@@ -326,12 +333,6 @@ def require_episodes(num_episodes: Any) -> int:
     E = require_count("num_episodes", num_episodes)
     require(E > 1, "num_episodes", num_episodes, "at least 2, to tell the standard error")
     return E
-
-
-def _seed(seed: int, purpose: int) -> int:
-    number = seed_for(seed, purpose)
-    assert number is not None
-    return number
 
 
 def _name(model: CPOMDP) -> str:

@@ -255,3 +255,9 @@ def test_the_next_folder(tmp_path):
     assert next_folder("a/b.py:Maze", "fit", tmp_path) == tmp_path / "Maze-fit-1"
     (tmp_path / "Maze-fit-1").mkdir()
     assert next_folder("a.b:Maze", "fit", tmp_path) == tmp_path / "Maze-fit-2"
+
+
+def test_a_seed_that_is_none_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="seed: expected None or an integer"):
+        RunFolder.create(tmp_path / "run", "fit", model="models:Mine", seed=-1)
+    assert not (tmp_path / "run").exists()

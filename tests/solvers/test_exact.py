@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,9 +12,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from baselines.simple import MostLikelyContext, PosteriorSampling, ThompsonSampling
 from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.isolation import RandomStream
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.policy import FunctionPolicy, History, Percept
 from solvers import reachable
@@ -492,7 +495,9 @@ def test_nothing_of_the_caller_is_touched() -> None:
     expected = torch.rand(3)
     torch.manual_seed(3)
     plan(LineGrid(4), temperature=1.0)
-    evaluate(LineGrid(4), FunctionPolicy(lambda history: torch.randint(3, (history.num_episodes,))))
+    evaluate(LineGrid(4), RandomPolicy(3))
+    with pytest.raises(ValueError, match="draws random numbers"):
+        evaluate(LineGrid(4), FunctionPolicy(lambda history: torch.randint(3, (history.num_episodes,))))
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_default_dtype() == torch.float32
 
@@ -564,6 +569,47 @@ def test_policies_that_make_no_sense(decision: Any) -> None:
         evaluate(LineGrid(2), FunctionPolicy(lambda history: decision))
     with pytest.raises(ValueError, match="policy: expected proper probabilities"):
         evaluate(LineGrid(2), FunctionPolicy(lambda history: dist.Categorical(logits=torch.zeros(1, 2))))
+
+
+def test_policies_that_draw_random_numbers_are_refused() -> None:
+    model = LineGrid(4)
+    told = [plan(model, prior=[1.0, 0.0]), plan(model, prior=[0.0, 1.0])]
+    with pytest.raises(ValueError, match=r"Categorical .*, got a PosteriorSampling, .* in `start`"):
+        evaluate(model, PosteriorSampling(model, told))
+    with pytest.raises(ValueError, match=r"got a ThompsonSampling, which draws .* in `act`, at time 0"):
+        evaluate(model, ThompsonSampling(model, told, "exact"))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.normal(), random.random])
+def test_a_draw_from_any_generator_is_noticed(draw: Callable[[], Any]) -> None:
+    def act(history: History) -> torch.Tensor:
+        if history.time == 1:
+            draw()
+        return torch.zeros(history.num_episodes, dtype=torch.long)
+
+    with pytest.raises(ValueError, match=r"draws random numbers in `act`, at time 1"):
+        evaluate(LineGrid(3), act)
+    assert evaluate(LineGrid(1), act).num_histories == (1,)
+
+
+def test_random_numbers_of_its_own_are_noticed_by_what_they_do() -> None:
+    model = ContextualTiger(5)
+    told = [plan(model, prior=point) for point in torch.eye(3)]
+    with pytest.raises(ValueError, match=r"MostLikelyContext, which decides differently in the same history"):
+        evaluate(model, MostLikelyContext(model, told, "smc"))
+    exactly = evaluate(model, MostLikelyContext(model, told, "exact"))  # whose filter draws nothing
+    episodes = simulate(model, MostLikelyContext(model, told, "exact"), 6000, contexts="balanced", seed=0)
+    assert episodes.returns is not None
+    assert_mean(episodes.returns, exactly.expected_return, "return", limit=4)
+
+    stream = RandomStream(0)
+
+    def hidden(history: History) -> dist.Categorical:
+        with stream:
+            return dist.Categorical(logits=torch.rand(history.num_episodes, 3))
+
+    with pytest.raises(ValueError, match=r"decides differently in the same history, at time 0"):
+        evaluate(model, hidden)
 
 
 def test_episodes_of_another_model_are_refused() -> None:

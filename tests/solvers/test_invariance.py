@@ -13,6 +13,7 @@ from torch.distributions import Normal
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.state import leaves
 from solvers import cids, exact, regret
 from solvers.invariance import Gaps, Restricted, merge_invariant_contexts, policy_gaps
 from tests.programs import Dice, EyesOpen, Learnable, Plates, Walk
@@ -125,8 +126,18 @@ def test_refusals():
         merge_invariant_contexts(LineGrid(), -1.0)
     with pytest.raises(ValueError, match="gaps: expected of contexts"):
         merge_invariant_contexts(ContextualTiger(), 1.0, gaps=policy_gaps(LineGrid()))
-    with pytest.raises(ValueError, match="kept: expected different indices 0 to 1"):
-        Restricted(LineGrid(), [0, 0], [0.5, 0.5])
+    left = "detector left"
+    for wrong in ([0, 0], [], [2], [-1], [0.0], [0.5], [True], 1, left, None, [left, left]):
+        with pytest.raises(ValueError, match="kept: expected"):
+            Restricted(LineGrid(), wrong, [0.5, 0.5])
+    with pytest.raises(ValueError, match=r"kept: expected names out of .*'detector left'.*, got .*'left'"):
+        Restricted(LineGrid(), ["left"], [1.0])
+    with pytest.raises(ValueError, match="gaps: expected Gaps, from policy_gaps, got 3"):
+        merge_invariant_contexts(LineGrid(), 1.0, gaps=3)
+    known = policy_gaps(LineGrid())
+    for useless in (dict(policy=always(0)), dict(seed=1), dict(num_episodes=50)):
+        with pytest.raises(ValueError, match=f"gaps: expected either gaps, .*, got {next(iter(useless))}"):
+            merge_invariant_contexts(LineGrid(), 1.0, gaps=known, **useless)
 
 
 # ---- which may go ------------------------------------------------------------------------------------------
@@ -223,12 +234,17 @@ def test_every_backend_serves_a_restricted_model(backend):
     episodes = simulate(whole, RandomPolicy(3), 20, seed=0)
     found = as_backend(backend).run(reduced, episodes, seed=0)
     known = as_backend(backend).run(whole, episodes, seed=0)  # contexts 1 and 0, in this order
-    if backend == "smc":  # whose particles are others
-        assert found.log_likelihood.shape == (20, 2)
-        assert torch.isfinite(found.log_likelihood).all()
-    else:
-        np.testing.assert_allclose(found.log_likelihood, known.log_likelihood[:, [1, 0]], atol=1e-6)
-        np.testing.assert_allclose(found.expected_reward, known.expected_reward[..., [1, 0]], atol=1e-5)
+    np.testing.assert_allclose(found.log_likelihood, known.log_likelihood[:, [1, 0]], atol=1e-6)
+    np.testing.assert_allclose(found.expected_reward, known.expected_reward[..., [1, 0]], atol=1e-5)
+    assert (known.log_likelihood[:, 0] - known.log_likelihood[:, 1]).abs().max() > 0.1  # the order counts
+
+
+def test_contexts_may_be_named():
+    named = Restricted(ContextualTiger(), ["right dull", "left dull"], [0.5, 0.5])
+    assert named.index.tolist() == [2, 1]
+    assert named.context_names == ("right dull", "left dull")
+    numbered = Restricted(ContextualTiger(), torch.tensor([2, 1]), [0.5, 0.5])
+    assert numbered.context_names == named.context_names
 
 
 def test_a_restricted_model_plays_as_the_original():
@@ -242,11 +258,23 @@ def test_a_restricted_model_plays_as_the_original():
 
 @pytest.mark.parametrize("kind", [Walk, Plates, EyesOpen, Learnable, Dice, ContextualTiger])
 def test_programs_of_all_kinds(kind):
-    model = kind()
+    class Paid(kind):  # in some of these programs all contexts are the same
+        def reward(self, state, action, context):
+            return super().reward(state, action, context) + 10.0 * context
+
+    model = Paid()
     reduced = Restricted(model, [1], [1.0])
     reduced.check()
     assert reduced.action_names == model.action_names
-    assert simulate(reduced, RandomPolicy(model.num_actions), 3, seed=0).horizon == model.horizon
+    policy = RandomPolicy(model.num_actions)
+    here = simulate(reduced, policy, 50, contexts=0, seed=0)
+    there = simulate(model, policy, 50, contexts=1, seed=0)
+    assert torch.equal(here.actions, there.actions)
+    assert torch.equal(here.rewards, there.rewards)
+    for site, values in there.observations.items():
+        assert torch.equal(here.observations[site][here.observed[site]], values[there.observed[site]]), site
+    for (_, ours), (_, theirs) in zip(leaves(here.states), leaves(there.states), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_what_was_learned_is_taken_along_and_the_original_is_left_alone():
