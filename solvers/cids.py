@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import secrets
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from cpomdp_ppl.errors import (
     require_count,
     require_model,
     require_number,
-    whole_number,
 )
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
@@ -160,11 +158,7 @@ def fit(
     directory = None if checkpoint is None else made_directory("checkpoint", checkpoint)
     saved = None if directory is None else _saved(directory, model)
 
-    if seed is None:
-        seed = secrets.randbits(32) if saved is None else int(saved["seed"])
-    number = whole_number(seed)
-    if number is None or not 0 <= number < 2**32:
-        raise rejected("seed", seed, "None or an integer from 0 to 2**32 - 1")
+    number = fresh_seed(saved["seed"] if seed is None and saved is not None else seed)
     net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
     if amortised and not getattr(net, "amortised", True):
         raise rejected("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")

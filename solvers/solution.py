@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.simulate import simulate
 from solvers.checkpoint import made_directory, save_json, save_tensors
 from solvers.policies import LSTMPolicy
@@ -111,10 +110,8 @@ class Solution:
             settings: Those of `cpomdp_ppl.diagnostics.to_inference_data`; the prior is that of the fit unless
                 another is given, and the seed is that of the episodes as well.
         """
-        settings = {"prior": self.prior, "seed": None, **settings}
-        require_seed(settings["seed"])
-        if settings["seed"] is None:  # one for episodes and filter, which the data then note
-            settings["seed"] = secrets.randbits(32)
+        settings = {"prior": self.prior, **settings}
+        settings["seed"] = fresh_seed(settings.get("seed"))  # one for episodes and filter, and noted
         world = seed_for(settings["seed"], WORLD)  # or the filter's noise would be that of the episodes
         episodes = simulate(self.model, self.policy, num_episodes, prior=settings["prior"], seed=world)
         groups = inference_groups(self.model, episodes, **settings)
