@@ -23,7 +23,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 tests: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # The report in a real browser, which must be there: Debian's `chromium`, for instance. `tests` does without.
 browser: $(INSTALLED)
