@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
 
 TINY = 1e-30
-"""Added to covariances: a root has no slope at zero, though what is computed with it depends on its square."""
+"""Added to covariances: roots have no slope at zero, though all that is made of them depends on squares."""
 
 NUMBERS = 2**25
 """Numbers that the graph of a batch of episodes may hold, roughly."""
@@ -222,7 +222,8 @@ class _Moving(Transition):
     def __call__(self, p: Tensor) -> Tensor:
         if self.identity:
             return p
-        moved: Tensor = _Moved.apply(p, self, *[band.weights for band in self.bands])
+        apply: Any = _Moved.apply
+        moved: Tensor = apply(p, self, *[band.weights for band in self.bands])
         if self.signed:
             moved = moved.clamp(min=0)
             moved = moved / moved.sum(-1, keepdim=True)

@@ -46,7 +46,9 @@ def log_likelihood(
     computed in float64. With autograd off, there is no gradient and less memory is needed.
 
     The grid of `"grid"` is placed anew for every value of the parameters, unless `bounds` are given and
-    densities jump nowhere; the gradient is that on the grid as it is.
+    densities jump nowhere; the gradient is that on the grid as it is. Kalman filters look at single points:
+    where a program jumps (at the edge of the light, say), their likelihood jumps with parameters that move
+    states, and the gradient does not know.
 
     Args:
         model: The CPOMDP.

@@ -155,7 +155,7 @@ def maximum_likelihood(
                     raise
     u, series, converged = max(runs, key=lambda run: run[1][-1])
     covariance = _covariance(climbed, u)
-    jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)  # type: ignore[no-untyped-call]
+    jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)
     error = (jacobian @ covariance @ jacobian.mT).diagonal().sqrt()
     values = {name: value.detach() for name, value in space.values(u).items()}
     sizes = [value.numel() for value in values.values()]
@@ -218,7 +218,9 @@ def _climb(
     return u, series, False
 
 
-def _ended(u: Tensor, series: list[float], converged: bool, bar: Any, left: int) -> Any:
+def _ended(
+    u: Tensor, series: list[float], converged: bool, bar: Any, left: int
+) -> tuple[Tensor, list[float], bool]:
     bar.update(left)
     return u, series, converged
 
@@ -253,4 +255,5 @@ def _covariance(function: Callable[[Tensor], tuple[float, Tensor]], u: Tensor) -
     correlation = information / torch.outer(scale, scale)
     if not float(torch.linalg.eigvalsh(correlation).min()) > 1e-7 or float(scale.min()) < 1e-4:
         return nothing
-    return torch.linalg.inv(correlation) / torch.outer(scale, scale)
+    covariance: Tensor = torch.linalg.inv(correlation) / torch.outer(scale, scale)
+    return covariance

@@ -120,7 +120,7 @@ def _detached(model: CPOMDP, names: Any) -> CPOMDP:
     return copy
 
 
-def _places(model: CPOMDP, names: Any) -> Iterator[tuple[PyroModule, str]]:
+def _places(model: CPOMDP, names: Any) -> Iterator[tuple[Any, str]]:
     for path in names:
         prefix, _, name = path.rpartition(".")
         yield model.get_submodule(prefix), name

@@ -70,7 +70,8 @@ class LightDark(CPOMDP):
         """Moves are noisy; to observe is to stay exactly."""
         noise = pyro.sample("noise", dist.Normal(0.0, self.process_variance**0.5))
         move = (action == RIGHT).float() - (action == LEFT).float()  # −1, 0 or 1
-        return state + (move * self.step + move.abs() * noise)
+        moved: Tensor = state + (move * self.step + move.abs() * noise)
+        return moved
 
     def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
         """Position, seen well in the light and badly in the dark."""
@@ -81,7 +82,8 @@ class LightDark(CPOMDP):
     def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
         """+1 deep in the light, −1 in the dark."""
         depth = into_the_light(state, context)
-        return (depth - self.goal).sign().clamp(min=0) + depth.sign().clamp(max=0)
+        reward: Tensor = (depth - self.goal).sign().clamp(min=0) + depth.sign().clamp(max=0)
+        return reward
 
     def context_known_return(self) -> Tensor:
         """Of walking into the light all the time: depth at time t is `N(s t, σ_u² + σ_p² t)`."""
