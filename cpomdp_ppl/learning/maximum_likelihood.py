@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
 
-STEP = 1e-3
+STEP = 1e-2
 """Of the differences of gradients that make the information matrix, on the unconstrained scale."""
 
 
@@ -65,11 +65,11 @@ class Estimate:
         lines = [f"{'parameter':<{width}}  {'estimate':>12}  {'std. error':>12}"]
         for label, x, e in zip(self.labels, value, error, strict=True):
             lines.append(f"{label:<{width}}  {x:>12.5g}  {e:>12.3g}")
-        end = "converged" if self.converged else "not converged"
+        end = "converged" if self.converged else "not converged (more iterations, or a likelihood that jumps)"
         count = len(self.log_likelihood) - 1
         lines.append(f"log-likelihood {float(self.log_likelihood[-1]):.3f} after {count} iterations, {end}")
         if any(math.isnan(e) for e in error):
-            lines.append("no standard errors: the episodes do not tell all parameters")
+            lines.append("no standard errors: the log-likelihood is flat there, or rises in some direction")
         return "\n".join(lines)
 
 
@@ -90,7 +90,9 @@ def maximum_likelihood(
     """Fit the `PyroParam`s of a model to episodes whose contexts are unknown.
 
     Climbs `Σ_b log Σ_c P(c) p(o_b | a_b, c)` by BFGS on the unconstrained scale. A backend that
-    approximates has a maximum of its own: the estimate is as biased as its likelihood.
+    approximates has a maximum of its own: the estimate is as biased as its likelihood. Where programs jump,
+    so does the likelihood of Kalman filters; the climb may then end early, which `converged` tells, and
+    `"grid"` is the better choice.
 
     Args:
         model: The CPOMDP, which is left alone, as is Pyro's param store.
@@ -230,7 +232,7 @@ def _line_search(
 ) -> tuple[Tensor, float, Tensor] | None:
     """Halve a step until it gains enough; None if none does."""
     promised = float(g @ direction)
-    for _ in range(25):
+    for _ in range(12):
         try:
             after, gradient = function(u + direction)
         except (DegenerateWeightsError, DensityError):
