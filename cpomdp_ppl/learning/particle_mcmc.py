@@ -219,6 +219,10 @@ class _Walk:
             0,
         )
         self.spread = 2.0 if known else 1.0
+        self.given = self.covariance
+        # On the way in from afar all is accepted, which says nothing about the right scale.
+        self.most = self.log_scale + (0.5 if known else 2.0)
+        self.trust = (100 if known else 10) * self.P  # how many steps what was given counts for
         self._generator = torch.Generator().manual_seed(seed_for(seed, WALK, chain))
 
     def _normal(self) -> Tensor:
@@ -263,13 +267,15 @@ class _Walk:
     def _adapt(self, probability: float) -> None:
         """The scale by the acceptance rate, the shape by the places so far, the later the more."""
         n = self.weight = self.weight + 1
-        self.log_scale += (probability - TARGET) / n**0.6
+        self.log_scale = min(self.log_scale + 2 * (probability - TARGET) / (n + 10) ** 0.6, self.most)
         rate = 1 / n**0.8  # forgets the way in from the start
         away = self.point.u - self.mean
         self.mean = self.mean + rate * away
         self.scatter = (1 - rate) * (self.scatter + rate * torch.outer(away, away))
-        if n >= 20 * self.P and n % 10 == 0:
-            self.covariance = self.scatter + 1e-6 * torch.eye(self.P, dtype=torch.float64)
+        if n % 10 == 0:
+            self.refresh()  # or a lucky estimate holds the walk, and it learns nothing
+            share = n / (n + self.trust)
+            self.covariance = (1 - share) * self.given + share * self.scatter
 
 
 def _require_prior(prior: Any, space: Unconstrained) -> None:
