@@ -281,6 +281,20 @@ def test_archives_that_promise_too_much(good, place):
     assert attempt(place, "episodes.npz") is None
 
 
+def test_a_directory_that_hides_entries(good, place):
+    """What follows `lengths` is declared to be a comment on it: states and rewards would be gone."""
+    data = bytearray((good / "episodes.npz").read_bytes())
+    end = data.rindex(b"PK\5\6")
+    header = data.rindex(b"PK\1\2", 0, data.rindex(b"lengths.npy"))
+    following = data.index(b"PK\1\2", header + 4)
+    data[header + 32 : header + 34] = (end - following).to_bytes(2, "little")
+    (place / "episodes.npz").write_bytes(data)
+    with zipfile.ZipFile(place / "episodes.npz") as archive:
+        assert archive.namelist()[-1] == "lengths.npy"
+    with pytest.raises(EpisodesFileError, match="as many entries as the end of the file tells"):
+        read_episodes(place)
+
+
 def retyped(content, path, other):
     """A copy of a nested dict with one entry replaced."""
     if not path:
