@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -386,6 +386,7 @@ class Episodes:
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
+                _require_all(file, len(arrays))
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise
         except Exception as error:  # NumPy and zipfile raise a dozen kinds on a damaged file
@@ -397,6 +398,18 @@ class Episodes:
             return Episodes(**_from_entries(arrays))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise EpisodesFileError(f"{path}: {error}") from error
+
+
+def _require_all(file: BinaryIO, number: int) -> None:
+    """Raise unless an archive ends with the number of its entries.
+
+    Entries have checksums, but their directory has none, and `zipfile` takes a damaged one that lists fewer
+    for the whole.
+    """
+    file.seek(-22, os.SEEK_END)
+    end = file.read()
+    complete = end[:4] == b"PK\5\6" and int.from_bytes(end[10:12], "little") == number
+    require(complete, "directory", f"{number} entries", "as many entries as the end of the file tells")
 
 
 def _entries(name: str, value: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from cpomdp_ppl.signature import read_signature, site_parents
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.online import OnlineFilter
@@ -360,17 +360,36 @@ def _plain(value: Tensor) -> Any:
 
 def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
     """Nothing silently becomes NaN: a state or reward that left the reals is an error."""
-    checks: list[tuple[str, str, Tensor]] = []
+
+    def place(b: int, t: int, c: int) -> str:
+        return f"time {t} of episode {b + offset} in context '{model.context_names[c]}'"
+
     if result.state_mean is not None:
-        checks += [("transition", f"'{name}'", leaf) for name, leaf in leaves(result.state_mean)]
-    checks += [("reward", "the expected reward", result.expected_reward)]
-    for method, what, values in checks:
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            b, t, c = (~torch.isfinite(values)).nonzero()[0, :3].tolist()
-            raise DensityError(
-                f"{method}: {what} is not finite at time {t} of episode {b + offset} "
-                f"in context '{model.context_names[c]}'"
-            )
+        require_real_moments(result.state_mean, result.state_variance, 3, place)
+    require_real("reward: the expected reward", result.expected_reward, 3, place)
+
+
+def require_real_moments(mean: Any, variance: Any, axes: int, place: Callable[..., str]) -> None:
+    """Raise unless means are finite and variances numbers, which may be too large for their type.
+
+    Args:
+        mean: Of the state.
+        variance: Likewise.
+        axes: How many first axes of every leaf tell the place.
+        place: What to call a place, from its indices.
+    """
+    for name, leaf in leaves(mean):
+        require_real(f"transition: '{name}'", leaf, axes, place)
+    for name, leaf in leaves(variance):
+        if bool(leaf.isnan().any()):
+            require_real(f"transition: the variance of '{name}'", leaf, axes, place)
+
+
+def require_real(what: str, values: Tensor, axes: int, place: Callable[..., str]) -> None:
+    """Raise unless all values are finite; see `require_real_moments`."""
+    if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+        where = (~torch.isfinite(values)).nonzero()[0, :axes].tolist()
+        raise DensityError(f"{what} is not finite at {place(*where)}")
 
 
 def require_same_sites(recursion: Recursion, episodes: Episodes) -> None:

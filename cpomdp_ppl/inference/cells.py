@@ -138,7 +138,7 @@ def jumps_of(function: Callable[[Tensor], Tensor], grid: Grid) -> list[float]:
         )
         jump[some[1:-2]] |= found.flatten(0, -2).any(0)
     where = jump.nonzero()[:, 0]
-    if len(where) > MOST_JUMPS:
+    if not len(where) or len(where) > MOST_JUMPS:  # programs need not take zero points
         return []
     low, high = x[where], x[where + 1]
     for _ in range(50):  # bisection: the jump is in the half that changes more

@@ -49,6 +49,9 @@ MEMORY = 2**22
 BOUNDARY_MASS = 1e-3
 """Probability on the boundary from which on the bounds are too tight."""
 
+FARTHEST = 1e300
+"""How far apart bounds may be: beyond, the spacing of the grid would overflow."""
+
 
 EMPTY = 1e-34
 """Points of less probability do not move on."""
@@ -495,7 +498,12 @@ def _reached(
         lows.append(torch.minimum(mean - reach, x.amin(0)).flatten(0, 1).amin(0))
         highs.append(torch.maximum(mean + reach, x.amax(0)).flatten(0, 1).amax(0))
     low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
-    still = high - low < 1e-9 * (1 + high.abs())
+    if not bool((high - low < FARTHEST).all()):  # NaN, if any is
+        raise DensityError(
+            f"grid: states of {type(model).__name__} get from {low.tolist()} to {high.tolist()}, "
+            "which no grid can cover; give `bounds`, or mend `transition`"
+        )
+    still = high - low <= 1e-9 * torch.maximum(low.abs(), high.abs())  # whatever the unit of measurement
     low, high = torch.where(still, low - 0.5, low), torch.where(still, high + 0.5, high)
     return list(zip(low.tolist(), high.tolist(), strict=True))
 

@@ -12,7 +12,13 @@ from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
-from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
+from cpomdp_ppl.inference.backend import (
+    checked,
+    inferring,
+    require_real,
+    require_real_moments,
+    rows_observed,
+)
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.scoring import Seen
@@ -145,13 +151,23 @@ class OnlineFilter:
 
     def _moments(self, which: int) -> Any:
         with inferring(self.model, 0):
-            moments = self._recursion.moments(self.belief)[which]
-        return map_belief(lambda leaf: leaf.movedim(1, 0), moments)
+            moments = self._recursion.moments(self.belief)
+        require_real_moments(*moments, 2, self._place)
+        return map_belief(lambda leaf: leaf.movedim(1, 0), moments[which])
 
     def expected_reward(self, action: int | str | Sequence[int | str] | Tensor) -> Tensor:
-        """`E[r_c(s_t, a)]` under the belief, `[B, C]`."""
+        """`E[r_c(s_t, a)]` under the belief, `[B, C]`.
+
+        Raises:
+            DensityError: If a program left the reals.
+        """
         with inferring(self.model, 0):
-            return self._recursion.expected_reward(self.belief, self._actions(action)).T
+            reward = self._recursion.expected_reward(self.belief, self._actions(action))
+        require_real("reward: the expected reward", reward, 2, self._place)
+        return reward.T
+
+    def _place(self, c: int, b: int) -> str:
+        return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"
 
     def _actions(self, action: Any) -> Tensor:
         B, names = self.num_episodes, self.model.action_names

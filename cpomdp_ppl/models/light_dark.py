@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEFT, RIGHT, OBSERVE = range(3)
+
+Constant: TypeAlias = Any
+"""A number, a tensor or a `PyroParam`."""
 
 
 class LightDark(CPOMDP):
@@ -32,6 +35,8 @@ class LightDark(CPOMDP):
         dark_variance: σ_D² of an observation in the dark.
         initial_variance: σ_u² of the first position.
         goal: How far into the light the reward begins.
+
+    Any constant but the horizon may be a number, a tensor, or a `PyroParam` to be learned.
     """
 
     contexts = ("light right", "light left")
@@ -41,12 +46,12 @@ class LightDark(CPOMDP):
         self,
         horizon: int = 20,
         *,
-        step: float = 1.0,
-        process_variance: float = 0.1,
-        light_variance: float = 1.0,
-        dark_variance: float = 8.0,
-        initial_variance: float = 0.09,
-        goal: float = 1.0,
+        step: Constant = 1.0,
+        process_variance: Constant = 0.1,
+        light_variance: Constant = 1.0,
+        dark_variance: Constant = 8.0,
+        initial_variance: Constant = 0.09,
+        goal: Constant = 1.0,
     ) -> None:
         super().__init__()
         self.horizon = horizon
@@ -65,7 +70,8 @@ class LightDark(CPOMDP):
         """Moves are noisy; to observe is to stay exactly."""
         noise = pyro.sample("noise", dist.Normal(0.0, self.process_variance**0.5))
         move = (action == RIGHT).float() - (action == LEFT).float()  # −1, 0 or 1
-        return state + (move * self.step + move.abs() * noise)
+        moved: Tensor = state + (move * self.step + move.abs() * noise)
+        return moved
 
     def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
         """Position, seen well in the light and badly in the dark."""
@@ -76,14 +82,15 @@ class LightDark(CPOMDP):
     def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
         """+1 deep in the light, −1 in the dark."""
         depth = into_the_light(state, context)
-        return (depth - self.goal).sign().clamp(min=0) + depth.sign().clamp(max=0)
+        reward: Tensor = (depth - self.goal).sign().clamp(min=0) + depth.sign().clamp(max=0)
+        return reward
 
     def context_known_return(self) -> Tensor:
         """Of walking into the light all the time: depth at time t is `N(s t, σ_u² + σ_p² t)`."""
         t = torch.arange(self.horizon, dtype=torch.float64)
         depth = Normal(self.step * t, (self.initial_variance + self.process_variance * t).sqrt())
-        best: Tensor = (1 - depth.cdf(torch.tensor(self.goal)) - depth.cdf(torch.tensor(0.0))).sum()
-        return best.expand(self.num_contexts)
+        best: Tensor = (1 - depth.cdf(torch.as_tensor(self.goal)) - depth.cdf(torch.tensor(0.0))).sum()
+        return best.detach().expand(self.num_contexts)
 
 
 def into_the_light(state: Tensor, context: Tensor) -> Tensor:

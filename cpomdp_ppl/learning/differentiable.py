@@ -1,0 +1,254 @@
+"""Backends whose likelihood has a gradient by the model's constants.
+
+The recursions of `cpomdp_ppl.inference` are made to run fast without gradients: they cut graphs and write in
+place. Here they are without that, and with care where a derivative would be 0 · ∞.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function as Differentiable
+
+from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.inference import (
+    ExtendedKalmanFilter,
+    GridFilter,
+    ObservableOperator,
+    UnscentedKalmanFilter,
+)
+from cpomdp_ppl.inference.extended_kalman import ExtendedRecursion
+from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed, block_diagonal
+from cpomdp_ppl.inference.grid import AT_ONCE, BLOCK, Band, GridRecursion, Transition
+from cpomdp_ppl.inference.kalman import (
+    Expected,
+    Function,
+    GaussianBelief,
+    KalmanRecursion,
+    Transformed,
+    product,
+)
+from cpomdp_ppl.inference.observable_operator import DiscreteRecursion, FiniteRecursion
+from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.unscented_kalman import UnscentedRecursion
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.inference.backend import Backend, Recursion
+    from cpomdp_ppl.model import CPOMDP
+
+TINY = 1e-30
+"""Added to covariances: roots have no slope at zero, though all that is made of them depends on squares."""
+
+NUMBERS = 2**25
+"""Numbers that the graph of a batch of episodes may hold, roughly."""
+
+
+def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
+    """A backend's recursion, for a model whose constants have a graph.
+
+    Raises:
+        ValueError: If the backend has no gradient, saying why.
+        UnsupportedModelError: If it cannot serve the model.
+    """
+    if isinstance(backend, ExtendedKalmanFilter):
+        return _Extended(model, backend.reward_points)
+    if isinstance(backend, UnscentedKalmanFilter):
+        return _Unscented(model, backend)
+    if isinstance(backend, ObservableOperator):
+        return _Finite(model)
+    if isinstance(backend, GridFilter):
+        return _Grid(model, backend)
+    why = "resampling has no gradient; `particle_marginal_metropolis_hastings` does without one"
+    raise rejected(
+        "likelihood",
+        f'"{backend.name}"' + (f" ({why})" if backend.name == "smc" else ""),
+        'a backend that can be differentiated: "ekf", "ukf", "exact" or "grid"',
+    )
+
+
+def episodes_with_graph(recursion: Recursion, horizon: int) -> int:
+    """How many episodes may have their graph in memory together."""
+    if isinstance(recursion, DiscreteRecursion):
+        width = recursion.initial.shape[1]
+    else:
+        assert isinstance(recursion, KalmanRecursion)
+        n = recursion.coordinates.dim + recursion.transition_noise
+        width = (2 * n + 1) * (n + recursion.num_values**2)
+    return max(1, NUMBERS // (10 * horizon * recursion.model.num_contexts * width))
+
+
+class _Floored(Transformed):
+    def covariance(self, left: Tensor, right: Tensor) -> Tensor:
+        return super().covariance(left, right) + TINY
+
+
+def _floored(transformed: Transformed) -> Transformed:
+    return _Floored(**{field.name: getattr(transformed, field.name) for field in fields(Transformed)})
+
+
+class _Noisy(Sensed):
+    """Keeps the graph of the noise."""
+
+    def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
+        scale = site.scale
+        if scale is None:
+            return super()._covariance(site, shape)
+        batch, size = self.batch_shape, shape.numel()
+        if not site.triangular:
+            variance = scale.square().expand(batch + shape).reshape(*batch, size)
+            return variance[..., None] if size == 1 else torch.diag_embed(variance)
+        covariance = (scale @ scale.mT).expand(*batch, *shape, shape[-1])
+        return block_diagonal(list(covariance.reshape(*batch, -1, shape[-1], shape[-1]).unbind(len(batch))))
+
+
+class _Kalman(KalmanRecursion):
+    def expected(self, points: Tensor, seen: Seen) -> Expected:
+        """As the base, but with the graph of the noise."""
+        a = None if seen.action is None else axes(seen.action, len(self.own))
+        with _Noisy(seen, self.signature, points.shape[:-1]) as sensed:
+            self.model.observation(self.coordinates.state(points), a, self.context)
+        dtype = self.coordinates.dtype
+        return Expected(
+            torch.cat(sensed.means, -1).to(dtype),
+            block_diagonal(sensed.covariances).to(dtype),
+            torch.cat(sensed.values, -1).to(dtype),
+            None if seen.everything else torch.cat(sensed.observed, -1),
+        )
+
+
+class _Unscented(_Kalman, UnscentedRecursion):
+    def transform(
+        self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
+    ) -> Transformed:
+        return _floored(super().transform(function, size, belief, num_noise))
+
+
+class _Extended(_Kalman, ExtendedRecursion):
+    def transform(
+        self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
+    ) -> Transformed:
+        """As the base, but the Jacobians can be differentiated once more."""
+        if not torch.is_grad_enabled():
+            return ExtendedRecursion.transform(self, function, size, belief, num_noise)
+        C, B, n = belief.mean.shape
+        points = belief.mean[:, :, None].expand(C, B, size, n).contiguous()  # [C, B, m, n]
+        if not points.requires_grad:
+            points = points.detach().clone().requires_grad_()
+        arguments = [points]
+        if num_noise:
+            arguments.append(points.new_zeros((C, B, size, num_noise)).requires_grad_())
+        values, noise = function(points, arguments[1] if num_noise else None)
+        by_points, *by_noise = _jacobians(values, arguments)
+        directions = belief.root.mT
+        slopes = product(directions, by_points.mT)
+        if by_noise:
+            slopes = torch.cat([slopes, by_noise[0].mT], 2)
+        noise = None if noise is None else noise[:, :, 0]
+        return _Floored(values[:, :, 0], directions, slopes, None, noise)
+
+
+def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
+    """Derivatives of values `[C, B, m, m]`, the k-th at the k-th particle, by arguments `[C, B, m, ·]`."""
+    found: tuple[Tensor | None, ...] = (None,) * len(arguments)
+    if values.requires_grad:
+        which = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device).expand_as(values)
+        found = torch.autograd.grad(values, arguments, which, create_graph=True, allow_unused=True)
+    pairs = zip(arguments, found, strict=True)
+    return [torch.zeros_like(argument) if one is None else one for argument, one in pairs]
+
+
+class _Discrete(DiscreteRecursion):
+    """Bayes' rule for rows in which nothing is possible has no gradient, instead of NaN."""
+
+    def _condition(self, p: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        self._before = p
+        posterior, increment = super()._condition(p, seen)
+        impossible = self._impossible
+        posterior = torch.where(impossible[..., None], p, posterior)
+        return posterior, torch.where(impossible, -torch.inf, increment)
+
+    def log_likelihood(self, seen: Seen) -> Tensor:
+        """As the base; where nothing is possible, something that is."""
+        log_likelihood = super().log_likelihood(seen)  # type: ignore[safe-super]
+        nothing = (log_likelihood == -torch.inf) | (self._before <= 0)
+        self._impossible = nothing.all(-1)  # [C, B]
+        return torch.where(self._impossible[..., None], 0.0, log_likelihood)
+
+
+class _Finite(_Discrete, FiniteRecursion):
+    pass
+
+
+class _Grid(_Discrete, GridRecursion):
+    """The grid stays where it is while tables and densities on it are differentiated."""
+
+    def __init__(self, model: CPOMDP, settings: GridFilter) -> None:
+        with torch.no_grad():
+            super().__init__(model, settings)
+        self._transitions.clear()
+        self.initial = self._initial()
+
+    def _deposit(self, where: Tensor, weights: Tensor) -> Tensor:
+        """As the base, but a hair beside the points: exactly on one, shares do not depend on the place."""
+        return super()._deposit(where + 3e-9 * self.grid.finest if where.requires_grad else where, weights)
+
+    def _transition(self, a: int) -> Transition:
+        """As the base, unless there is a graph: then contexts may be alike but for their derivatives."""
+        x = self.grid.points
+        with torch.no_grad():
+            nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
+        where, weights, _ = self._push("transition", x[:1], a, nodes)
+        if not (where.requires_grad or weights.requires_grad):
+            found = super()._transition(a)
+            return _Moving(found.bands, found.identity, found.signed)
+        size = max(1, min(BLOCK, AT_ONCE // (len(where) * len(self.context) * 4**self.dim)))
+        bands = []
+        for start in range(0, len(x), BLOCK):
+            parts = x[start : start + BLOCK].split(size)
+            table = torch.cat(
+                [self._deposit(*self._push("transition", part, a, nodes)[:2]) for part in parts], 1
+            )
+            table = table / table.sum(-1, keepdim=True)  # [C, P, G]
+            columns = (table != 0).any(0).any(0).nonzero()[:, 0]
+            low, high = int(columns[0]), int(columns[-1]) + 1
+            bands.append(Band(start, low, high, table[..., low:high]))
+        return _Moving(bands, identity=False, signed=True)
+
+
+class _Moving(Transition):
+    def __call__(self, p: Tensor) -> Tensor:
+        if self.identity:
+            return p
+        apply: Any = _Moved.apply
+        moved: Tensor = apply(p, self, *[band.weights for band in self.bands])
+        if self.signed:
+            moved = moved.clamp(min=0)
+            moved = moved / moved.sum(-1, keepdim=True)
+        return moved
+
+
+class _Moved(Differentiable):
+    """`p T` for the banded table T of a transition."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, transition: Transition, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(p, *weights)
+        plain = Transition(transition.bands, identity=False, signed=False)
+        ctx.transition = plain
+        return plain(p)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients  # [C, R, G]
+        p, *weights = ctx.saved_tensors
+        by_p = ctx.transition.expect(gradient) if ctx.needs_input_grad[0] else None
+        by_weights: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            for k, band in enumerate(ctx.transition.bands):
+                rows = p[..., band.start : band.start + band.weights.shape[1]]
+                found = rows.mT @ gradient[..., band.low : band.high]  # [C, P, W]
+                by_weights[k] = found.sum(0, keepdim=True) if len(band.weights) == 1 else found
+        return by_p, None, *by_weights

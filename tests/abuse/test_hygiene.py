@@ -1,0 +1,288 @@
+"""Whatever is called, the caller's process stays as it was, and the same seed gives the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pyro
+import pytest
+import torch
+import xarray as xr
+
+from baselines import rdpg
+from baselines.pft import PFT
+from baselines.qmdp import QMDP
+from baselines.simple import Always, ContextKnown, MostLikelyContext, PosteriorSampling, ThompsonSampling
+from cpomdp_ppl import Agent, RandomPolicy, compare, evaluate, simulate
+from cpomdp_ppl.diagnostics import calibrate, calibrate_contexts, to_inference_data
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference import (
+    ExtendedKalmanFilter,
+    GridFilter,
+    ObservableOperator,
+    ParticleFilter,
+    UnscentedKalmanFilter,
+)
+from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.models import LightDark, LineGrid
+from solvers import bound, cids, exact, regret
+from tests.programs import Learnable
+
+with suppress(ImportError):  # Gymnasium, imported, adds a warnings filter and an environment variable
+    import gymnasium  # noqa: F401
+
+LEARNABLE, FINITE, DARK = Learnable(), LineGrid(horizon=2), LightDark(horizon=3)
+EPISODES = simulate(LEARNABLE, RandomPolicy(2), 6, seed=0)
+FINITE_EPISODES = simulate(FINITE, RandomPolicy(FINITE.num_actions), 6, seed=0)
+QUICK = dict(likelihood="exact", iterations=2, batch_size=8, progress=False)
+SOLUTION = cids.fit(FINITE, seed=0, **QUICK)
+
+
+def online(backend):
+    filter = backend.online(LEARNABLE, 2, seed=3)
+    filter.observe(1, {"z": [0.5, 0.7]})
+    return filter.posterior, filter.state_mean, filter.state_variance, filter.expected_reward(0)
+
+
+def acted(policy=None):
+    agent = Agent(FINITE, policy or SOLUTION.policy, likelihood=ParticleFilter(16), seed=3)
+    first = agent.act()
+    agent.observe({})
+    return first, agent.act(), agent.posterior
+
+
+def generated():
+    with isolated(3):
+        step = Generative(LEARNABLE)
+        return step.initial(torch.tensor([0, 1]))
+
+
+def environment(flat):
+    from cpomdp_ppl.gym import CPOMDPEnv
+
+    env = CPOMDPEnv(FINITE, flat=flat, likelihood=ParticleFilter(16))
+    return env.reset(seed=3), env.step(0), env.step(1)
+
+
+def environments():
+    from cpomdp_ppl.gym import CPOMDPVectorEnv
+
+    env = CPOMDPVectorEnv(FINITE, 3)
+    return env.reset(seed=3), env.step([0, 1, 0]), env.step([0, 1, 0]), env.step([0, 1, 0])
+
+
+def searched():
+    pytest.importorskip("pomdp_py")
+    from baselines.pomcp import POMCP
+
+    return simulate(FINITE, POMCP(FINITE, num_simulations=10, num_particles=10), 2, seed=3)
+
+
+def ppo():
+    pytest.importorskip("sb3_contrib")
+    from baselines import recurrent_ppo
+
+    learned = recurrent_ppo.fit(FINITE, 16, seed=3, progress=False)
+    return simulate(FINITE, learned.policy, 4, seed=3)
+
+
+def played(policy):
+    return lambda: simulate(FINITE, policy(), 4, seed=3)
+
+
+def saved_and_loaded(tmp_path):
+    SOLUTION.save(tmp_path)
+    FINITE_EPISODES.save(tmp_path / "episodes.npz")
+    return cids.load(tmp_path, FINITE), type(FINITE_EPISODES).load(tmp_path / "episodes.npz")
+
+
+def resumed(tmp_path):
+    directory = tmp_path / "checkpoint"
+    before = cids.fit(FINITE, seed=3, checkpoint=directory, **QUICK)
+    return before.policy, cids.fit(FINITE, seed=3, checkpoint=directory, **QUICK).policy
+
+
+BACKENDS = {
+    "smc": ParticleFilter(16),
+    "look-ahead": ParticleFilter(16, guide="ekf"),
+    "ekf": ExtendedKalmanFilter(),
+    "ukf": UnscentedKalmanFilter(),
+    "grid": GridFilter(num_points=64),
+}
+
+CALLS = {
+    "check": LEARNABLE.check,
+    "prior": LEARNABLE.prior,
+    "simulate": lambda: simulate(LEARNABLE, RandomPolicy(2), 4, seed=3),
+    "evaluate": lambda: evaluate(DARK, RandomPolicy(3), 8, likelihood="ekf", seed=3).as_dict(),
+    "compare": lambda: compare(FINITE, {"a": Always(FINITE, 0), "b": RandomPolicy(3)}, 8, seed=3).as_dict(),
+    **{f"{n}.run": lambda b=b: b.run(LEARNABLE, EPISODES, seed=3) for n, b in BACKENDS.items()},
+    **{f"{n}.smooth": lambda b=b: b.smooth(LEARNABLE, EPISODES, 3, seed=3) for n, b in BACKENDS.items()},
+    **{f"{n}.online": lambda b=b: online(b) for n, b in BACKENDS.items()},
+    "exact.run": lambda: ObservableOperator().run(FINITE, FINITE_EPISODES),
+    "exact.smooth": lambda: ObservableOperator().smooth(FINITE, FINITE_EPISODES, 3, seed=3),
+    "calibrate": lambda: calibrate(DARK, RandomPolicy(3), ParticleFilter(16), 40, seed=3).p_values,
+    "calibrate_contexts": lambda: (
+        calibrate_contexts(
+            ObservableOperator().run(FINITE, FINITE_EPISODES).posterior()[:, -1], FINITE_EPISODES.contexts
+        ).brier
+    ),
+    "to_inference_data": lambda: to_inference_data(DARK, DARK_EPISODES, "ekf", chains=2, draws=5, seed=3),
+    "Agent": acted,
+    "Generative": generated,
+    "CPOMDPEnv": lambda: environment(False),
+    "CPOMDPEnv, flat": lambda: environment(True),
+    "CPOMDPVectorEnv": environments,
+    "cids.fit": lambda: cids.fit(FINITE, seed=3, **QUICK).policy,
+    "cids.fit by smc": lambda: cids.fit(DARK, seed=3, **{**QUICK, "likelihood": ParticleFilter(16)}).policy,
+    "cids.fit, variational": lambda: cids.fit(FINITE, seed=3, objective="variational", **QUICK).policy,
+    "cids.fit, resumed": resumed,
+    "cids.load": saved_and_loaded,
+    "cids.run": lambda: cids.run(FINITE, 0, 2, solution=SOLUTION, seed=3, progress=False).posteriors,
+    "Solution.evaluate": lambda: SOLUTION.evaluate(8, seed=3).as_dict(),
+    "Solution.agent": lambda: SOLUTION.agent(seed=3).act(),
+    "Solution.to_inference_data": lambda: SOLUTION.to_inference_data(
+        4, likelihood="exact", chains=2, draws=5, seed=3
+    ),
+    "Solution.plot": lambda: SOLUTION.plot(2, likelihood="exact", seed=3) and None,
+    "exact.plan": lambda: exact.plan(FINITE).value,
+    "bound.reward_bound": lambda: bound.reward_bound(FINITE, seed=3),
+    "regret.exact_regret": lambda: regret.exact_regret(FINITE, 1, temperature=0.0) and None,
+    "Always": played(lambda: Always(FINITE, 0)),
+    "MostLikelyContext": played(lambda: MostLikelyContext(FINITE, COMMITTED)),
+    "ThompsonSampling": played(lambda: ThompsonSampling(FINITE, COMMITTED)),
+    "ContextKnown": lambda: evaluate(FINITE, ContextKnown(FINITE, COMMITTED), 8, told=True).as_dict(),
+    "PosteriorSampling": played(lambda: PosteriorSampling(FINITE, COMMITTED)),
+    "QMDP": played(lambda: QMDP(FINITE)),
+    "PFT": played(lambda: PFT(FINITE, 10, 4)),
+    "POMCP": searched,
+    "rdpg.fit": lambda: (
+        rdpg.fit(
+            FINITE, 40, settings=rdpg.Settings(random_episodes=20, updates=2), seed=3, progress=False
+        ).policy
+    ),
+    "recurrent_ppo.fit": ppo,
+}
+COMMITTED = [Always(FINITE, 0), Always(FINITE, 1)]
+DARK_EPISODES = simulate(DARK, RandomPolicy(3), 4, seed=0)
+
+
+def bits(value):
+    """Everything in a result as plain values that can be compared."""
+    if isinstance(value, torch.nn.Module):
+        return bits(value.state_dict())
+    if isinstance(value, torch.Tensor):
+        return bits(value.detach().numpy())
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes() if value.dtype != object else value.tolist())
+    if isinstance(value, Mapping):
+        clocks = ("seconds", "created_at")
+        return {str(k): bits(v) for k, v in value.items() if not str(k).startswith(clocks)}
+    if isinstance(value, list | tuple):
+        return [bits(each) for each in value]
+    if isinstance(value, xr.Dataset):
+        return bits({name: value[name].values for name in value.variables})
+    if hasattr(value, "groups"):  # ArviZ data, old or new
+        groups = value.groups() if callable(value.groups) else value.groups
+        return {name: bits(xr.Dataset(value[name])) for name in groups if name != "/"}
+    if dataclasses.is_dataclass(value):
+        return {field.name: bits(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, float | np.generic):
+        return repr(value)
+    return value if isinstance(value, int | str | None) else type(value).__name__
+
+
+def surroundings():
+    """All that belongs to the caller."""
+    store = pyro.get_param_store()
+    return {
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+        "NumPy's generator": repr(np.random.get_state()),
+        "NumPy's numbers": np.random.get_state()[1].tobytes(),
+        "Python's generator": random.getstate(),
+        "the param store": {name: value.detach().clone().tolist() for name, value in store.items()},
+        "its constraints": {name: str(c) for name, c in store.get_state()["constraints"].items()},
+        "validation": [
+            pyro.settings.get(name)
+            for name in ("validate_distributions_pyro", "validate_distributions_torch", "validate_infer")
+        ],
+        "torch's flag": torch.distributions.Distribution._validate_args,
+        "warnings": list(warnings.filters),
+        "gradients": torch.is_grad_enabled(),
+        "the default type": torch.get_default_dtype(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "handlers": len(pyro.poutine.runtime._PYRO_STACK),
+        "printing": np.get_printoptions(),
+        "floating-point errors": np.geterr(),
+        "where": os.getcwd(),
+        "names in the environment": sorted(os.environ.items()),
+    }
+
+
+@contextmanager
+def lived_in(seed, validates):
+    """A process in which somebody is in the middle of something."""
+    flags = {name: pyro.settings.get(name) for name in ("validate_distributions_pyro", "validate_infer")}
+    torch_flag = pyro.settings.get("validate_distributions_torch")
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    with pyro.get_param_store().scope():
+        try:
+            pyro.settings.set(validate_distributions_pyro=validates, validate_infer=not validates)
+            pyro.settings.set(validate_distributions_torch=not validates)
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            pyro.param("mine", torch.tensor([1.0, 2.0]))
+            yield
+        finally:
+            pyro.settings.set(**flags)
+            pyro.settings.set(validate_distributions_torch=torch_flag)
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_caller_is_left_alone_and_seeds_decide_everything(name, tmp_path):
+    call, results = CALLS[name], []
+    takes_path = call in (saved_and_loaded, resumed)
+    for number, validates in ((1, True), (2, False)):
+        directory = tmp_path / str(number)
+        result, changed = left_alone(lambda d=directory: call(d) if takes_path else call(), number, validates)
+        assert not changed, f"{name} changes {', '.join(changed)}"
+        results.append(result)
+    assert results[0] == results[1], f"{name}: the same seed, but other bits"
+
+
+def left_alone(call, number, validates):
+    """What a call returns, and what of the caller's it changes."""
+    with lived_in(number, validates):
+        before = surroundings()
+        result = bits(call())
+        after = surroundings()
+        return result, [what for what in before if before[what] != after[what]]
+
+
+CULPRITS = {
+    "torch's generator": lambda: torch.rand(1),
+    "NumPy's numbers": lambda: np.random.randn(1000),
+    "Python's generator": random.random,
+    "the param store": lambda: pyro.param("theirs", torch.zeros(1)),
+    "validation": lambda: pyro.enable_validation(True),
+    "warnings": lambda: warnings.simplefilter("ignore"),
+}
+
+
+@pytest.mark.parametrize("what", CULPRITS)
+def test_the_test_can_tell(what):
+    with warnings.catch_warnings():
+        _, changed = left_alone(CULPRITS[what], 1, False)
+    assert what in changed

@@ -1,0 +1,141 @@
+"""Small programs with constants to be learned, whose likelihood is known otherwise."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroParam
+from torch.distributions import constraints
+
+from cpomdp_ppl import CPOMDP
+
+
+def positive(value):
+    return PyroParam(torch.tensor(value), constraints.positive)
+
+
+class Constant(CPOMDP):
+    """Nothing moves, and noise is seen: its variance is known in closed form."""
+
+    contexts, actions, horizon = 2, 2, 5
+
+    def __init__(self, variance=2.0):
+        super().__init__()
+        self.variance = positive(variance)
+
+    def initial(self, context):
+        return torch.zeros(())
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, self.variance.sqrt()))
+
+    def reward(self, state, action, context):
+        return torch.zeros_like(state)
+
+
+class Walk(Constant):
+    """A random walk from a known place, seen with noise: jointly Gaussian."""
+
+    def __init__(self, q=0.5, variance=2.0):
+        super().__init__(variance)
+        self.q = positive(q)
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, self.q.sqrt()))
+
+
+class Curved(CPOMDP):
+    """Nothing linear, and a parameter for each context, with equal values, so that only slopes differ."""
+
+    contexts, actions, horizon = 2, 2, 4
+
+    def __init__(self):
+        super().__init__()
+        self.pull = PyroParam(torch.tensor([0.5, 0.5]))
+        self.q = positive(0.3)
+        self.spread = positive(0.7)
+        self.context_prior = PyroParam(torch.tensor([0.3, 0.7]), constraints.simplex)
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.2, self.spread))
+
+    def transition(self, state, action, context):
+        pushed = state + self.pull[context] * (torch.sin(state) + action * (0.5 + context))
+        return pyro.sample("x", dist.Normal(pushed, self.q.sqrt()))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(torch.tanh(state) + 0.3 * state, 0.4 + 0.1 * state.square() * self.q))
+
+    def reward(self, state, action, context):
+        return state
+
+
+class Plane(Curved):
+    """The same with two numbers for a state, and two sites."""
+
+    def initial(self, context):
+        y = pyro.sample("y", dist.Normal(torch.zeros(2), self.spread).to_event(1))
+        return {"x": y[..., 0], "v": y[..., 1]}
+
+    def transition(self, state, action, context):
+        x, v = state["x"], state["v"]
+        v = pyro.sample("v", dist.Normal(v - self.pull[context] * torch.sin(x), self.q.sqrt()))
+        return {"x": x + 0.5 * v, "v": v}
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(torch.tanh(state["x"]), 0.5))
+        pyro.sample("w", dist.Normal(state["v"], 0.5 + self.q).mask(action == 1))
+
+    def reward(self, state, action, context):
+        return state["x"]
+
+
+class Alarm(CPOMDP):
+    """Something is there or not, and stays so; an alarm goes off at each step, more often if it is.
+
+    In context 1 false alarms are twice as frequent.
+    """
+
+    contexts, actions, horizon = 2, 1, 6
+    states = 2
+
+    def __init__(self, power=0.6):
+        super().__init__()
+        self.power = PyroParam(torch.tensor(power), constraints.unit_interval)
+
+    def initial(self, context):
+        return pyro.sample("there", dist.Bernoulli(0.5)).long()
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("alarm", dist.Bernoulli(torch.where(state == 1, self.power, 0.3 * (1 + context))))
+
+    def reward(self, state, action, context):
+        return torch.zeros(state.shape)
+
+
+class Sensor(CPOMDP):
+    """The state is the context, and a sensor is right about it with a probability to be learned."""
+
+    contexts, actions, horizon = 2, 1, 4
+    states = 2
+
+    def __init__(self, accuracy=0.6):
+        super().__init__()
+        self.accuracy = PyroParam(torch.tensor(accuracy), constraints.unit_interval)
+
+    def initial(self, context):
+        return context
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Bernoulli(torch.where(state == 1, self.accuracy, 1 - self.accuracy)))
+
+    def reward(self, state, action, context):
+        return torch.zeros(state.shape)

@@ -1,0 +1,143 @@
+import random
+
+import arviz as az
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
+from cpomdp_ppl.models import LightDark
+from tests.learning.programs import Alarm, Constant, positive
+
+QUICK = {"chains": 2, "draws": 5, "warm_up": 5, "num_particles": 8, "progress": False}
+
+
+def posterior_of_power(episodes, prior):
+    """Mean and standard deviation by a sum over many values, with the likelihood written out."""
+    p = (torch.arange(2000).double() + 0.5) / 2000
+    k = episodes.observations["alarm"].double().sum(1)[:, None]  # [B, 1]
+    T = episodes.horizon
+    per_context = [
+        0.5 * p**k * (1 - p) ** (T - k) + 0.5 * false**k * (1 - false) ** (T - k) for false in (0.3, 0.6)
+    ]
+    log_density = (0.5 * per_context[0] + 0.5 * per_context[1]).log().sum(0) + prior.log_prob(p)
+    weights = log_density.softmax(0)
+    mean = (weights * p).sum()
+    return mean.item(), (weights * (p - mean) ** 2).sum().sqrt().item()
+
+
+@pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
+@pytest.mark.parametrize(
+    ("num_particles", "likelihood", "draws"), [(6, None, 400), (6, "exact", 250)], ids=["smc", "exact"]
+)
+def test_posterior_against_the_exact_one(num_particles, likelihood, draws):
+    """With six particles for a state of two values the estimate is noisy, but the target must be right."""
+    episodes = simulate(Alarm(0.8), RandomPolicy(1), 15, seed=0)
+    prior = dist.Beta(2.0, 2.0)
+    data = particle_marginal_metropolis_hastings(
+        Alarm(0.6),
+        episodes,
+        {"power": prior},
+        num_particles=num_particles,
+        likelihood=likelihood,
+        chains=3,
+        draws=draws,
+        warm_up=100,
+        seed=0,
+        progress=False,
+    )
+    mean, sd = posterior_of_power(episodes, prior)
+    drawn = data.posterior["power"]
+    error = float(az.mcse(drawn.to_dataset())["power"])
+    squares = (drawn - drawn.mean()) ** 2
+    effective = float(az.ess(squares.to_dataset(), method="mean")["power"])
+    error_of_sd = float(squares.std()) / effective**0.5 / (2 * float(drawn.std()))
+    assert error < 0.25 * sd  # so the next lines can fail
+    assert abs(float(drawn.mean()) - mean) < 4 * error
+    assert abs(float(drawn.std()) - sd) < 4 * error_of_sd
+    rates = data.sample_stats["acceptance_rate"].mean("draw")
+    assert bool(((rates > 0.05) & (rates < 0.7)).all())
+    noise = data.posterior.attrs["log_likelihood_sd"]
+    assert noise < 1e-9 if likelihood == "exact" else noise > 0.3
+    lp = data.sample_stats["lp"].values
+    estimate = data.sample_stats["log_likelihood"].values
+    expected = estimate + prior.log_prob(torch.as_tensor(drawn.values)).numpy()
+    assert np.allclose(lp, expected, atol=1e-5)
+
+
+def test_groups_and_seeds():
+    class Two(Constant):
+        def __init__(self):
+            super().__init__()
+            self.offset = pyro.nn.PyroParam(torch.tensor([0.1, -0.1, 0.0]))
+
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state + self.offset.sum(), self.variance.sqrt()))
+
+    model = Two()
+    episodes = simulate(model, RandomPolicy(2), 4, seed=0)
+    prior = {"offset": dist.Normal(0.0, 1.0), "variance": dist.LogNormal(0.0, 1.0)}
+    data = particle_marginal_metropolis_hastings(model, episodes, prior, seed=1, **QUICK)
+    again = particle_marginal_metropolis_hastings(model, episodes, prior, seed=1, **QUICK)
+    other = particle_marginal_metropolis_hastings(model, episodes, prior, seed=2, **QUICK)
+    assert data.posterior["offset"].shape == (2, 5, 3)
+    assert data.posterior["variance"].shape == (2, 5)
+    assert np.array_equal(data.posterior["offset"], again.posterior["offset"])
+    assert not np.array_equal(data.posterior["offset"], other.posterior["offset"])
+    assert not np.array_equal(data.posterior["offset"][0], data.posterior["offset"][1])
+    assert set(data.sample_stats) == {"lp", "accepted", "acceptance_rate", "log_likelihood"}
+    draw = {name: data.posterior[name].values[0, -1] for name in prior}
+    assert with_parameters(model, draw).offset.tolist() == pytest.approx(draw["offset"].tolist(), rel=1e-5)
+
+
+def test_too_few_particles_are_reported():
+    model = LightDark(8, light_variance=positive(0.02))
+    episodes = simulate(model, RandomPolicy(3), 20, seed=0)
+    prior = {"light_variance": dist.LogNormal(-4.0, 0.5)}
+    with pytest.warns(UserWarning, match=r"num_particles = 8.*chains stick: take"):
+        particle_marginal_metropolis_hastings(model, episodes, prior, seed=0, **QUICK)
+
+
+@pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
+def test_the_caller_is_left_alone():
+    model = Alarm()
+    episodes = simulate(model, RandomPolicy(1), 4, seed=0)
+    with pyro.get_param_store().scope():
+        pyro.param("other", torch.tensor(1.0))
+        before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
+        flag = pyro.settings.get("validate_distributions_torch")
+        particle_marginal_metropolis_hastings(
+            model, episodes, {"power": dist.Beta(2.0, 2.0)}, seed=0, **QUICK
+        )
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert np.array_equal(np.random.get_state()[1], before[1])
+        assert random.getstate() == before[2]
+        assert pyro.settings.get("validate_distributions_torch") == flag
+        assert list(pyro.get_param_store()) == ["other"]
+    assert model.power.item() == pytest.approx(0.6)
+
+
+def test_refusals():
+    episodes = simulate(Alarm(), RandomPolicy(1), 4, seed=0)
+
+    def run(prior, model=None, **options):
+        particle_marginal_metropolis_hastings(model or Alarm(), episodes, prior, **{**QUICK, **options})
+
+    beta = dist.Beta(2.0, 2.0)
+    with pytest.raises(ValueError, match="PyroParam"):
+        run({}, LightDark(3))
+    with pytest.raises(ValueError, match="prior: expected a distribution for parameter 'power'"):
+        run({})
+    with pytest.raises(ValueError, match=r"prior: expected parameters of the model.*got strength"):
+        run({"power": beta, "strength": beta})
+    with pytest.raises(ValueError, match=r"prior\['power'\]: expected a distribution, got 0\.5"):
+        run({"power": 0.5})
+    with pytest.raises(ValueError, match=r"prior\['power'\]: .*shape"):
+        run({"power": dist.Beta(torch.ones(3), 1.0)})
+    with pytest.raises(ValueError, match="initial: expected values at which the prior is not zero"):
+        run({"power": dist.Uniform(0.8, 0.9)})
+    with pytest.raises(ValueError, match="covariance"):
+        run({"power": beta}, covariance=torch.full((1, 1), torch.nan))
