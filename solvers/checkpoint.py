@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import secrets
+import zipfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,10 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         content = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch, pickle and zipfile raise all kinds
         raise CheckpointError(

@@ -438,6 +438,8 @@ class Fitting:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""
+        if state["best_weights"] is not None:  # that they fit must be known now, not at the end
+            self.learner.policy.load_state_dict(state["best_weights"])
         self.learner.load_state_dict(state["learner"])
         columns = {name: column.tolist() for name, column in state["measured"].items()}
         self.measured = [
@@ -481,19 +483,25 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     if policy is None and hidden is None:
         raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    net = (
-        LSTMPolicy(model, hidden, amortised=bool(content.get("amortised", False)))
-        if policy is None
-        else _as_module(policy)
-    )
     weights = load_tensors(path / WEIGHTS, model.device)
+    if policy is None:
+        found = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
+        if found != (4 * hidden, hidden):  # before a network of whatever size is made
+            raise CheckpointError(f"{path / SETTINGS} has hidden = {hidden}, but the weights are {found}")
+        net: Any = LSTMPolicy(model, hidden, amortised=bool(content.get("amortised", False)))
+    else:
+        net = _as_module(policy)
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{path / WEIGHTS} does not fit the policy: {error}") from error
     net.eval()
     prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
-    return Solution(model, net, prior, as_history(content["history"]), settings, content["finished"])
+    try:
+        history = as_history(content["history"])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path / SETTINGS} is no solution: history: {error}") from error
+    return Solution(model, net, prior, history, settings, content["finished"])
 
 
 def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:
@@ -504,6 +512,9 @@ def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:
     missing = {"learner", "measured", "best", "best_weights", "settings", "seed"} - set(state)
     if missing:
         raise CheckpointError(f"{path} is no checkpoint of a fit: it has no {', '.join(sorted(missing))}")
+    for name, kind in {"settings": dict, "seed": int}.items():
+        if not isinstance(state[name], kind):
+            raise CheckpointError(f"{path} is no checkpoint of a fit: {name} is {state[name]!r}")
     return state
 
 
