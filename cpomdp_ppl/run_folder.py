@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import errno
 import itertools
 import json
 import math
-import os
 import platform
 import secrets
 import subprocess
@@ -21,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from cpomdp_ppl.files import DiskFullError, is_disk_full, write_whole
+
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import xarray as xr
@@ -34,9 +35,6 @@ FORMAT = 1
 RECORD = "run.json"
 FIGURES = "figures"
 PACKAGES = ("torch", "pyro-ppl", "numpy", "arviz", "cpomdp-ppl")
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FULL = ("No space left on device", "PytorchStreamWriter failed writing", ". unexpected pos ")
-"""What libraries say when there is no space, if not in the system's own way."""
 
 KEYS: dict[str, type] = {
     "command": str,
@@ -260,15 +258,8 @@ class RunFolder:
             RunFolderError: If the disk is full, or the folder cannot be written to.
         """
         path = self.path / name
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with _writing(path):
-            try:
-                save(beside)
-                with beside.open("rb+") as file:
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_whole(path, save)
 
     def add(self, command: str, *, settings: Mapping[str, Any], seed: int | None, **further: Any) -> None:
         """Note in `run.json` what a later command has added, once it has; the last of its kind is kept."""
@@ -385,34 +376,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether an error comes of a full disk, however the library that wrote puts it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in NO_SPACE:
-            return True
-        # HDF5 quotes the system's error; torch says that it is not where it should be in its file.
-        if any(words in str(seen) for words in FULL):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def no_space(path: str | os.PathLike[str]) -> RunFolderError:
-    """The sentence to say when a disk is full."""
-    return RunFolderError(
-        f"the disk is full: {path} could not be written; what was there before is whole, "
-        "so make space and repeat the command"
-    )
-
-
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
         if is_disk_full(error):
-            raise no_space(path) from error
+            raise RunFolderError(str(DiskFullError(path))) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
         raise

@@ -381,9 +381,10 @@ def test_a_full_disk(elsewhere, capsys, monkeypatch):
         saved(content, path)
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
-    with monkeypatch.context() as patch:  # the first file that torch writes is the checkpoint
+    with monkeypatch.context() as patch:
         patch.setattr(torch, "save", torch_full)
-        assert "the disk is full: here could not be written" in refused(capsys, *words)
+        said = refused(capsys, *words)
+        assert "the disk is full: here/checkpoint/checkpoint.pt could not be written" in said
     assert main(words) == 0
     assert read("here/run.json")["finished"] is True
 

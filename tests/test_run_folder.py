@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, run_folder, simulate
 from cpomdp_ppl.diagnostics import to_inference_data
+from cpomdp_ppl.files import is_disk_full
 from cpomdp_ppl.models import LineGrid
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, plain
+from cpomdp_ppl.run_folder import RunFolder, RunFolderError, next_folder, plain
 
 
 def made(path, **changes):

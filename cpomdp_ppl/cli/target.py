@@ -13,8 +13,9 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import shows_progress
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.files import DiskFullError, is_disk_full
 from cpomdp_ppl.isolation import fresh_seed
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, no_space
+from cpomdp_ppl.run_folder import RunFolder, RunFolderError, next_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -151,8 +152,8 @@ class Results:
             raise Interrupted(f"stopped; {self.folder.path} has {there}; to go on: {self.again()}") from None
         except Exception as error:
             self.folder.discard()
-            if is_disk_full(error) and not isinstance(error, RunFolderError):
-                raise no_space(self.folder.path) from error
+            if is_disk_full(error) and not isinstance(error, RunFolderError | DiskFullError):
+                raise DiskFullError(self.folder.path) from error
             raise
 
 
