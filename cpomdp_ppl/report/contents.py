@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpomdp_ppl.report.numbers import significant
+from cpomdp_ppl.run_files import COMPARISON, EVALUATION, GOOD_RHAT, HISTORY, RHAT
 from cpomdp_ppl.run_folder import FIGURES, RunFolderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.run_folder import RunFolder
-
-EVALUATION, COMPARISON, HISTORY, RHAT = "evaluation.json", "comparison.csv", "history.csv", "rhat.csv"
 
 CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Temperature τ"}
 """What is shown of a history, by column."""
@@ -30,9 +29,6 @@ MOST_ROWS = 6
 
 RHAT_COLUMNS = {"mean": None, "sd": None, "ess_bulk": 0, "ess_tail": 0, "r_hat": 3}
 """What is shown beside the name of a quantity, and with how many decimals, if that matters."""
-
-GOOD_RHAT = 1.01
-"""Chains whose R-hat is below this agree (Vehtari and others, 2021)."""
 
 
 def headline(folder: RunFolder) -> dict[str, Any] | None:

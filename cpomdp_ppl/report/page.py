@@ -45,6 +45,7 @@ def write_report(
     *,
     model: CPOMDP,
     policy: PolicyLike | None = None,
+    policy_name: str | None = None,
     output: str | os.PathLike[str] | None = None,
     likelihood: str | Backend = "smc",
     num_episodes: int = 12,
@@ -62,6 +63,7 @@ def write_report(
         folder: Of the run.
         model: The CPOMDP that the run was about.
         policy: Who acts in the episodes to step through.
+        policy_name: What to call it on the page.
         output: Where to write the page; `report.html` in the folder if left out.
         likelihood: The filter whose beliefs are shown: a backend or its name.
         num_episodes: How many episodes to play, contexts balanced; fewer are kept if the page gets too large.
@@ -106,6 +108,7 @@ def write_report(
             progress=progress,
         )
         data["player"] = recording.as_dict()
+        data["played_by"] = policy_name
         share = FIGURES_SHARE if opened.figures else 0
         while len(_json(data["player"])) > room - share and len(recording.episodes) > 1:
             recording = recording.first(len(recording.episodes) // 2)

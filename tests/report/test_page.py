@@ -229,6 +229,13 @@ def test_a_page_that_would_be_too_large(full, monkeypatch):
     assert data["diagnostics"]["left_out"][0].startswith("figures/contexts.")
 
 
+def test_who_plays_is_named(full):
+    """Episodes may be another's than those that were judged."""
+    assert written(full.path, policy=RandomPolicy(3), policy_name="qmdp").data["played_by"] == "qmdp"
+    assert "played_by" not in written(full.path, policy=RandomPolicy(3)).data
+    assert "played_by" not in written(full.path, policy_name="qmdp").data  # nobody does
+
+
 def test_long_histories_are_thinned_to_means(full):
     n = 1200
     full.write_table("history.csv", {"iteration": range(1, n + 1), "return": [k % 3 for k in range(n)]})
