@@ -15,6 +15,8 @@ from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
+from cpomdp_ppl.report.lived import lived
+from cpomdp_ppl.report.pictures import SOLUTION, pictures
 from cpomdp_ppl.report.recording import record
 from cpomdp_ppl.run_folder import RunFolder, versions
 
@@ -94,6 +96,8 @@ def write_report(
     data = _frame(opened, model)
     data["headline"] = headline(opened)
     data["convergence"] = convergence(opened, _known_return(model, prior))
+    data["lived"] = lived(opened)
+    data["diagnostics"] = diagnostics(opened)
     data["configuration"] = configuration(opened)
     room = LARGEST - len(page(data))
     if policy is not None:
@@ -114,7 +118,11 @@ def write_report(
             recording = recording.first(len(recording.episodes) // 2)
             data["player"] = recording.as_dict()
         room -= len(_json(data["player"]))
-    data["diagnostics"] = diagnostics(opened, room - 50_000)  # the rest is for tables
+    # What a solution's figure shows is on the page already, where there are both.
+    shown = data["convergence"] is not None and policy is not None
+    data["pictures"] = pictures(
+        opened, room - 10_000, {SOLUTION} if shown else ()
+    )  # the rest is for captions
     text = page(data)
     path = opened.path / REPORT if output is None else Path(output)
     opened.write(str(path.absolute()), lambda file: _write(file, text))
