@@ -255,7 +255,7 @@ def test_long_names_and_wide_tables(browser, tmp_path):
     browser.complaints.clear()
     folder = tmp_path / "run"
     report(folder, Wordy(horizon=3), RandomPolicy(3))
-    columns = {f"a column with a long title {k}": [1.25, 2.5] for k in range(9)}
+    columns = {f"column {k}": [1.25, 2.5] for k in range(9)}
     RunFolder.open(folder).write_table("comparison.csv", columns)
     file = write_report(folder, model=Wordy(horizon=3), policy=RandomPolicy(3), num_episodes=2)
     for width in (400, 1280):
@@ -267,8 +267,9 @@ def test_long_names_and_wide_tables(browser, tmp_path):
         assert any(label.endswith("…") and label.startswith("WWWW") for label in labels)
         assert browser.evaluate("document.querySelector('#why tr').offsetHeight") < 70
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    browser.open(file, width=400)
     hidden = "[...document.querySelectorAll('#headline .scroll-hint')].map((each) => each.hidden)"
+    assert browser.evaluate(hidden) == [True, True]  # there is room enough
+    browser.open(file, width=400)
     assert browser.evaluate(hidden) == [True, False]
     last = "[...document.querySelectorAll('#headline .scroll')].at(-1)"
     assert browser.evaluate(f"{last}.classList.contains('more')")
