@@ -87,7 +87,8 @@ def _trusted(folder: RunFolder, spec: ModelSpec) -> ModelSpec:
         if path is not None and _has_changed(spec, folder):
             warn(f"the code of {spec.spec} has changed since {folder.path} was made")
         return spec
-    if recorded is None or path is None or not path.is_absolute():
+    renamed = is_path(spec.place) and path is not None and path.name != Path(spec.place).name
+    if recorded is None or path is None or not path.is_absolute() or renamed:
         raise RunFolderError(f"{folder.path} does not say what the code of {spec.spec} was: {say}")
     if not path.is_file():
         raise RunFolderError(f"there is no file {path} any more: say where it is now with --model")
