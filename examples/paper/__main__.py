@@ -25,14 +25,15 @@ INTERRUPTED = 130
 
 NOTE = """\
 “±” is the standard error of ours; the paper does not say what its own is. A difference is clear if its 95 %
-interval leaves out zero, by Student's t, as few seeds do not know their spread well. The paper's numbers are
-taken as exact, since nobody can tell how far chance has moved them: a clear difference from one is from the
-number as printed. {judged} differences are judged here, each by itself: if there were none at all, about
-{by_chance:.1f} of them would look clear by chance, and some have fits or episodes in common. Variance ratios
-are compared seed by seed on the same episodes, other learners as independent of each other. Entropies are by
-the most exact filter there is; in Figure 3, by the learner's own. Figure 3 shows C-IDS as it explores, and
-RDPG as it would play for good. An episode is one trajectory: the paper speaks of 10,000 episodes of training
-and of 200 trajectories in an iteration, and does not say whether the one counts the other."""
+interval leaves out zero, by Student's t, as few seeds do not know their spread well; two may look alike by
+luck, and the interval is then too short. The paper's numbers are taken as exact, since nobody can tell how
+far chance has moved them: a clear difference from one is from the number as printed. {judged} differences
+are judged here, each by itself: if there were none at all, about {by_chance:.1f} of them would look clear
+by chance, and some have fits or episodes in common. Variance ratios are compared seed by seed on the same
+episodes, other learners as independent of each other. Entropies are by the most exact filter there is; in
+Figure 3, by the learner's own. Figure 3 shows C-IDS as it explores, and RDPG as it would play for good. An
+episode is one trajectory: the paper speaks of 10,000 episodes of training and of 200 trajectories in an
+iteration, and does not say whether the one counts the other."""
 
 SMALL = (
     "**These sizes are for a quick look: learners stop early, planners think little. They settle nothing.**"
