@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
@@ -16,10 +15,13 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
 from cpomdp_ppl.errors import EpisodesFileError, rejected, require, require_model, whole_number
+from cpomdp_ppl.files import write_whole
 from cpomdp_ppl.signature import Leaf, ObservationSite, signature
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import ArrayLike
 
     from cpomdp_ppl.model import CPOMDP
@@ -363,17 +365,12 @@ class Episodes:
         arrays: dict[str, Any] = {"format": np.array(FORMAT)}
         for field in fields(self):
             arrays |= _entries(field.name, getattr(self, field.name))
-        path = Path(path)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            with open(temporary, "xb") as file:  # not `tempfile`: its files are for nobody else to read
+
+        def save(place: Path) -> None:
+            with place.open("xb") as file:  # by its name alone, NumPy would add a suffix to it
                 np.savez_compressed(file, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+
+        write_whole(path, save)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Episodes:

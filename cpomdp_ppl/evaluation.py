@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -69,7 +70,21 @@ class Mean:
         return Mean(float(values.mean()), error, deviation, n)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.standard_error:.3f} (s.d. {self.deviation:.2f})"
+        return f"{self.with_error()} (s.d. {shown(self.deviation, 2)})"
+
+    def with_error(self, digits: int = 3) -> str:
+        """The average and its standard error, a dash if a single episode cannot tell.
+
+        Example:
+            >>> Mean.of(torch.tensor([1.0, 3.0])).with_error(), Mean.of(torch.tensor([1.0])).with_error(1)
+            ('2.000 ± 1.000', '1.0 ± –')
+        """
+        return f"{self.mean:.{digits}f} ± {shown(self.standard_error, digits)}"
+
+
+def shown(value: float, digits: int) -> str:
+    """A number, or a dash for what is not known."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -105,11 +120,11 @@ class Evaluation:
         lines = [("return", str(self.returns))]
         lines += [(f"  {name}", str(mean)) for name, mean in self.returns_by_context.items()]
         lines += [
-            ("H(C|Y) in bits", f"{self.entropy.mean:.4f} ± {self.entropy.standard_error:.4f}"),
+            ("H(C|Y) in bits", self.entropy.with_error(4)),
             ("identified", f"{100 * self.identified:.1f} %"),
         ]
         if self.regret is not None:
-            lines.append(("regret", f"{self.regret.mean:.3f} ± {self.regret.standard_error:.3f}"))
+            lines.append(("regret", self.regret.with_error()))
         return "\n".join(f"{name:<{width + 2}}  {value}" for name, value in lines)
 
 
@@ -320,8 +335,8 @@ class Comparison:
             cells = [
                 name,
                 f"{e.returns.num_episodes:,}",
-                f"{e.returns.mean:.3f} ± {e.returns.standard_error:.3f}",
-                f"{e.returns.deviation:.2f}",
+                e.returns.with_error(),
+                shown(e.returns.deviation, 2),
                 f"{e.entropy.mean:.3f}",
                 f"{100 * e.identified:.1f} %",
                 "–" if e.regret is None else f"{e.regret.mean:.2f}",

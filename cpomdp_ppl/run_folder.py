@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import errno
 import itertools
 import json
 import math
 import os
 import platform
 import secrets
+import shlex
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from cpomdp_ppl.files import DiskFullError, is_disk_full, write_whole
 from cpomdp_ppl.isolation import fresh_seed
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ FORMAT = 1
 RECORD = "run.json"
 FIGURES = "figures"
 PACKAGES = ("torch", "pyro-ppl", "numpy", "arviz", "cpomdp-ppl")
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FULL = ("No space left on device", "PytorchStreamWriter failed writing", ". unexpected pos ")
-"""What libraries say when there is no space, if not in the system's own way."""
 
 KEYS: dict[str, type] = {
     "command": str,
@@ -61,7 +59,8 @@ class RunFolder:
     """A folder with `run.json`, which says what was run, and the results beside it.
 
     `run.json` holds: `format`; `command`; `model` and its constructor's `arguments`; `settings` and `seed`;
-    `versions` of Python and of packages; `commit`, of the package's own repository, if it is run from one;
+    `source`, where the model's code was, and its hash; `versions` of Python and of packages; `commit`, of the
+    package's own repository, if it is run from one;
     `started`; `finished`; and `added`: what later commands added to the results, by command.
 
     Made by `create` or `open`, not directly.
@@ -94,6 +93,7 @@ class RunFolder:
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        source: Mapping[str, str] | None = None,
         **further: Any,
     ) -> RunFolder:
         """Begin a run in a folder, or go on with the very same run.
@@ -105,6 +105,7 @@ class RunFolder:
             arguments: Of its constructor.
             settings: Of the command.
             seed: Of everything random. Left out, it is the one that is recorded there, or fresh.
+            source: The `path` of the model's code, and its `sha256`; with other code it is another run.
             further: Whatever else there is to say, in numbers and words.
 
         Raises:
@@ -114,6 +115,7 @@ class RunFolder:
         asked = plain(
             {"command": command, "model": model, "arguments": arguments or {}, "settings": settings or {}}
         )
+        asked["source"] = plain(source)
         if (path / RECORD).exists():
             folder = cls.open(path, unfinished=True)
             if seed is not None:
@@ -263,27 +265,42 @@ class RunFolder:
             RunFolderError: If the disk is full, or the folder cannot be written to.
         """
         path = self.path / name
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with _writing(path):
-            try:
-                save(beside)
-                with beside.open("rb+") as file:
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_whole(path, save)
 
     def add(self, command: str, *, settings: Mapping[str, Any], seed: int | None, **further: Any) -> None:
         """Note in `run.json` what a later command has added, once it has; the last of its kind is kept."""
         entry = {"settings": settings, "seed": seed, **further, "versions": versions(), "finished": now()}
-        self.record = {**self.record, "added": {**self.record["added"], command: plain(entry)}}
-        self._write_record()
+        with self._latest() as record:
+            record["added"][command] = plain(entry)
+
+    def withdraw(self, command: str) -> None:
+        """Take back what `add` noted, because the results it speaks of are about to be replaced."""
+        if command in self.record["added"]:
+            with self._latest() as record:
+                record["added"].pop(command, None)
 
     def finish(self) -> None:
         """Note that all is there."""
         if not self.finished:
-            self.record = {**self.record, "finished": True}
-            self._write_record()
+            with self._latest() as record:
+                record["finished"] = True
+
+    def require_writable(self) -> None:
+        """Raise, unless files can be written here: better before hours of work than after.
+
+        Raises:
+            RunFolderError: If the disk is full, or the folder cannot be written to.
+        """
+        name = f"probe-{secrets.token_hex(4)}"
+        self.write(name, lambda file: _write_text(file, "x"))
+        (self.path / name).unlink()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files, if they are there."""
+        with _writing(self.path):
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove the folder, if `run.json` is the only file in it: of a run that never got anywhere."""
@@ -293,6 +310,15 @@ class RunFolder:
             for folder in [path for path in inside if path.is_dir()]:
                 folder.rmdir()
             self.path.rmdir()
+
+    @contextmanager
+    def _latest(self) -> Iterator[dict[str, Any]]:
+        """The record as it is now, to change, while no other command can: it may have noted something."""
+        with _locked(self.path):
+            record = self.open(self.path, unfinished=True).record
+            yield record
+            self.record = record
+            self._write_record()
 
     def _write_record(self) -> None:
         self.write_json(RECORD, self.record)
@@ -312,6 +338,8 @@ class RunFolder:
     def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
         """What tells runs apart, with names for a message."""
         parts = {name: record[name] for name in ("command", "model", "seed") if name in record}
+        if isinstance(record.get("source"), dict):  # the same code elsewhere is the same
+            parts["code of the model (sha256)"] = record["source"].get("sha256")
         parts |= {f"argument {name}": value for name, value in record["arguments"].items()}
         return parts | {f"setting {name}": value for name, value in record["settings"].items()}
 
@@ -320,21 +348,32 @@ class RunFolder:
         command, started = self.record["command"], self.record["started"]
         return (
             f"{self.path} is half-written: its '{command}', started {started}, was not finished, and left "
-            f"{there}; repeat that command with --run {self.path} to go on, or delete the folder"
+            f"{there}; repeat that command with --run {shlex.quote(str(self.path))}, or delete the folder"
         )
 
 
 def next_folder(model: str, command: str, parent: str | os.PathLike[str] = "runs") -> Path:
-    """The first of `runs/<model>-<command>-1`, `-2`, … that is not there yet; it is not made.
+    """Make the first of `runs/<model>-<command>-1`, `-2`, … that is not there yet: nobody else gets it.
 
     Args:
         model: Which model, as `module:Class`; the class's name is taken.
         command: What is run.
         parent: Where the folders are.
+
+    Raises:
+        RunFolderError: If it cannot be made.
     """
     name = model.rpartition(":")[2]
-    numbered = (Path(parent) / f"{name}-{command}-{n}" for n in itertools.count(1))
-    return next(path for path in numbered if not path.exists())
+    with _writing(Path(parent)):
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        for n in itertools.count(1):
+            path = Path(parent) / f"{name}-{command}-{n}"
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:  # perhaps made this very moment
+                continue
+    raise AssertionError("numbers do not end")
 
 
 def plain(part: Any) -> Any:
@@ -388,37 +427,33 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether an error comes of a full disk, however the library that wrote puts it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in NO_SPACE:
-            return True
-        # HDF5 quotes the system's error; torch says that it is not where it should be in its file.
-        if any(words in str(seen) for words in FULL):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def no_space(path: str | os.PathLike[str]) -> RunFolderError:
-    """The sentence to say when a disk is full."""
-    return RunFolderError(
-        f"the disk is full: {path} could not be written; what was there before is whole, "
-        "so make space and repeat the command"
-    )
-
-
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
         if is_disk_full(error):
-            raise no_space(path) from error
+            raise RunFolderError(str(DiskFullError(path))) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
         raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this folder, and hold it; where the system cannot, go ahead."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    held = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _make_empty(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import secrets
 import zipfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,32 +16,24 @@ from torch import Tensor
 
 from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.files import write_whole
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
 class CheckpointError(ValueError):
     """A file or directory does not hold what it should."""
 
 
-def write(path: Path, save: Callable[[Path], None]) -> None:
-    """Write a file at once or not at all: whoever reads it meanwhile, or after a crash, finds a whole one."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        save(beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+write = write_whole
 
 
 def save_tensors(path: Path, content: Mapping[str, Any]) -> None:
     """Write tensors and plain numbers."""
-    write(path, lambda file: torch.save(dict(content), file))
+    write_whole(path, lambda file: torch.save(dict(content), file))
 
 
 def load_tensors(path: Path, device: torch.device) -> dict[str, Any]:
@@ -71,7 +62,7 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Any]:
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write plain numbers and words."""
     text = json.dumps(content, indent=1, allow_nan=True)
-    write(path, lambda file: _write_text(file, text))
+    write_whole(path, lambda file: _write_text(file, text))
 
 
 def _write_text(path: Path, text: str) -> None:

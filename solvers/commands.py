@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK, Interrupted
-from cpomdp_ppl.cli.figures import write_figures
+from cpomdp_ppl.cli.errors import OK, CommandError, Interrupted
+from cpomdp_ppl.cli.figures import figure_files, write_figures
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
+    BESIDE,
     count,
     episodes_option,
     likelihood_option,
@@ -25,11 +28,13 @@ from cpomdp_ppl.cli.options import (
     run_option,
     seed_option,
     shows_progress,
+    warn,
 )
 from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.cli.target import SOLUTION, Results, Target
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.run_files import HISTORY, LIVED
 from solvers import cids
 from solvers.objectives import OBJECTIVES
 
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
     from solvers.run import Run
     from solvers.solution import Solution
 
-CHECKPOINT, LIVED = "checkpoint", "algorithm_1"
+CHECKPOINT = "checkpoint"
 EVERY = 10.0  # seconds between lines that tell of progress, where there is no terminal
 
 
@@ -93,7 +98,8 @@ def fit(options: Namespace) -> int:
         write_figures(options, folder, {"solution": solution.plot})
         results.finish()
     print(last(solution))
-    note(options, f"solution: {folder.path / SOLUTION}; next: cpomdp evaluate {folder.path}")
+    then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
+    note(options, f"solution: {folder.path / SOLUTION}; next: {then}")
     return OK
 
 
@@ -102,7 +108,7 @@ def keep(folder: RunFolder, solution: Solution) -> None:
     solution.save(folder.path / SOLUTION)
     history = solution.history
     columns = {str(name): history[name].values.tolist() for name in ("iteration", *history.data_vars)}
-    folder.write_table("history.csv", columns)
+    folder.write_table(HISTORY, columns)
     folder.write_data("history.nc", history)
 
 
@@ -181,25 +187,33 @@ FIT = Command(
 def run(options: Namespace) -> int:
     """Meet the same unknown context episode after episode."""
     target = Target.of(options)
+    names = target.model.context_names
+    if options.context is not None and options.context not in names:
+        raise CommandError(f"--context: expected one of {', '.join(names)}, got {options.context}")
     backend = as_backend("smc") if options.likelihood is None else options.likelihood
     settings = {
-        "policy": options.policy,
         "context": options.context,
         "num_episodes": options.num_episodes,
         "num_runs": options.num_runs,
         "likelihood": repr(backend),
         "settled": options.settled,
-        "prior": options.prior,
     }
-    results = target.results(options, "run", settings)
-    folder = results.folder
-    with results.kept():
+    outputs = (f"{LIVED}.csv", f"{LIVED}.nc", *figure_files([LIVED]))
+    results = target.results(options, "run", settings, outputs)
+    with results.kept(), warnings.catch_warnings():
+        policy = target.policy(options)
+        if options.num_episodes > 1 and not getattr(policy, "amortised", True):
+            warnings.filterwarnings("ignore", "solution: its policy acts alike")  # said here in other words
+            warn(
+                "the policy was learned for one prior, and acts alike whatever is found out; "
+                "one that was fitted with --prior dirichlet does not",
+            )
         lived = cids.run(
             target.model,
             options.context,
             options.num_episodes,
-            solution=target.policy,
-            prior=target.prior if options.prior is None else options.prior,
+            solution=policy,
+            prior=target.prior,
             num_runs=options.num_runs,
             likelihood=backend,
             settled=options.settled,
@@ -208,6 +222,7 @@ def run(options: Namespace) -> int:
         )
         if not lived.num_episodes:  # stopped before the first
             raise KeyboardInterrupt
+        folder = results.replace()
         folder.write_table(f"{LIVED}.csv", as_columns(lived))
         folder.write_data(f"{LIVED}.nc", lived.to_inference_data(seed=results.seed))
         sure = options.settled is not None and bool((lived.posteriors[:, -1].amax(1) > options.settled).all())
@@ -256,8 +271,7 @@ def table(lived: Run) -> str:
     for k in range(lived.num_episodes):
         returns = lived.returns[lived.played[:, k], k]
         bits = float(lived.entropy[:, k + 1].mean()) / math.log(2)
-        mean = Mean.of(returns)
-        earned = f"{mean.mean:.3f} ± {mean.standard_error:.3f}"
+        earned = Mean.of(returns).with_error()
         lines.append(f"{k + 1:>7}  {len(returns):>5,}  {earned:>20}  {bits:>14.4f}")
     return "\n".join(lines)
 
@@ -276,7 +290,7 @@ def _run_options(parser: ArgumentParser) -> None:
     )
     prior_option(parser)
     seed_option(parser, 0)
-    run_option(parser, "beside the solution, or runs/<model>-<command>-<n>")
+    run_option(parser, BESIDE)
 
 
 RUN = Command(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import csv
 import errno
+import hashlib
 import json
 import math
 import os
@@ -12,16 +13,20 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from shutil import copytree, rmtree
 
 import arviz as az
 import pytest
 import torch
 
 from cpomdp_ppl import Episodes, RandomPolicy, evaluate, simulate
-from cpomdp_ppl.cli import Command, Recipe, compare, main
+from cpomdp_ppl.cli import Command, Recipe, compare, diagnose, entry, main
 from cpomdp_ppl.cli.model import ModelSpec, as_value
-from cpomdp_ppl.cli.plugins import COMMANDS, POLICIES
+from cpomdp_ppl.cli.plugins import COMMANDS, POLICIES, is_installed
+from cpomdp_ppl.diagnostics import calibrate
 from cpomdp_ppl.models import LineGrid
 from solvers import cids
 
@@ -132,7 +137,7 @@ def test_a_model_of_ones_own_from_check_to_report(elsewhere, capsys):
     assert [float(row["return"]) for row in history] == fitted.history["return"].values.tolist()
     record = read("here/run.json")
     assert (record["command"], record["seed"], record["finished"]) == ("fit", 5, True)
-    assert (record["model"], record["arguments"]) == ("coin.py:Coin", {"bias": 0.8})
+    assert (record["model"], record["arguments"]) == ("coin.py:Coin", {"bias": "0.8"})
     assert (record["settings"]["iterations"], record["settings"]["objective"]) == (4, "information")
 
     assert main(["evaluate", "here", "--num-episodes", "64", "--seed", "2"]) == 0
@@ -218,7 +223,11 @@ def test_algorithm_1(elsewhere, capsys, monkeypatch):
         (["fit", LINE_GRID, "--prior", "half,half"], "--prior: expected probabilities that sum to 1"),
         (["fit", LINE_GRID, "--likelihood", "magic"], "--likelihood: likelihood: expected one of smc, ekf"),
         (["fit", LINE_GRID, "--likelihood", "smc,num_particles=0"], "num_particles: expected a positive"),
-        (["fit", LINE_GRID, "--likelihood", "exact,speed=3"], "unexpected keyword argument 'speed'"),
+        (
+            ["fit", LINE_GRID, "--likelihood", "exact,speed=3"],
+            "--likelihood: exact: expected no settings, got speed",
+        ),
+        (["fit", LINE_GRID, "--likelihood", "smc,foo=3"], "smc: expected settings out of num_particles, "),
         (["fit", LINE_GRID, "--objective", "magic"], "--objective: invalid choice: 'magic'"),
         (["fit", LINE_GRID, "--itrations", "3"], "unrecognized arguments: --itrations"),
         (["fit"], "the following arguments are required: MODEL"),
@@ -229,7 +238,10 @@ def test_algorithm_1(elsewhere, capsys, monkeypatch):
         (["evaluate", LINE_GRID], "is a model, so say who acts in it: --policy random"),
         (["evaluate", LINE_GRID, "--policy", "magic"], "there is no policy 'magic'; there are random,"),
         (["simulate", LINE_GRID, "--policy", "random", "--contexts", "north"], "contexts: expected"),
-        (["run", LINE_GRID, "--policy", "random", "--context", "north"], "north"),
+        (
+            ["run", LINE_GRID, "--policy", "random", "--context", "north"],
+            "--context: expected one of detector",
+        ),
         (["compare", LINE_GRID], "whom to compare?"),
         (["compare", LINE_GRID, "--policies", "random,random"], "each once, got random,random"),
         (["compare", LINE_GRID, "--policies", ","], "expected names separated by commas"),
@@ -310,7 +322,7 @@ def test_the_same_fit_is_taken_up_and_another_is_refused(elsewhere, capsys):
     more = [*words[:4], "5", *words[5:]]
     assert "its setting iterations is 4, not 5; choose another folder" in refused(capsys, *more)
     other = ["fit", "coin.py:Coin", "bias=0.9", *words[3:]]
-    assert "its argument bias is 0.8, not 0.9" in refused(capsys, *other)
+    assert "its argument bias is '0.8', not '0.9'" in refused(capsys, *other)
     said = refused(capsys, "evaluate", LINE_GRID, "--policy", "random", "--run", "here")
     assert "its command is 'fit', not 'evaluate'" in said
 
@@ -319,14 +331,15 @@ def test_the_same_fit_is_taken_up_and_another_is_refused(elsewhere, capsys):
 def test_the_solution_of_another_model(elsewhere, capsys):
     assert main(["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]) == 0
     capsys.readouterr()
-    said = refused(capsys, "evaluate", "here", "--model", "coin.py:Coin", "bias=0.7")
+    said = refused(capsys, "evaluate", "here", "--model", "coin.py:Coin", "--argument", "bias=0.7")
     assert "solution.json was made with constants" in said
     said = refused(capsys, "compare", LINE_GRID, "--solution", "here")
     assert "solution.json was made with" in said
     # A file that has moved, with the arguments of the run.
     Path("coin.py").rename("moved.py")
-    assert "there is no file coin.py" in refused(capsys, "evaluate", "here")
-    assert main(["evaluate", "here", "--model", "moved.py:Coin", "--num-episodes", "8"]) == 0
+    assert "coin.py any more: say where it is now with --model" in refused(capsys, "evaluate", "here")
+    assert main(["evaluate", "--model", "moved.py:Coin", "here", "--num-episodes", "8"]) == 0
+    assert capsys.readouterr().err.startswith("evaluation: ")  # the same code, so that no warning is due
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -381,9 +394,10 @@ def test_a_full_disk(elsewhere, capsys, monkeypatch):
         saved(content, path)
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
-    with monkeypatch.context() as patch:  # the first file that torch writes is the checkpoint
+    with monkeypatch.context() as patch:
         patch.setattr(torch, "save", torch_full)
-        assert "the disk is full: here could not be written" in refused(capsys, *words)
+        said = refused(capsys, *words)
+        assert "the disk is full: here/checkpoint/checkpoint.pt could not be written" in said
     assert main(words) == 0
     assert read("here/run.json")["finished"] is True
 
@@ -468,7 +482,9 @@ def test_a_comparison_measures_nobody_twice(elsewhere, capsys, monkeypatch):
 
 def test_one_episode_has_no_standard_error(elsewhere, capsys):
     assert main(["compare", LINE_GRID, "--policies", "random", "--num-episodes", "1", "--quiet"]) == 0
-    assert "± nan" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "± – | – |" in out
+    assert "nan" not in out
     evaluation = compare.as_evaluation(
         read("runs/LineGrid-compare-1/comparison.json")["random"]["evaluation"]
     )
@@ -579,6 +595,58 @@ def test_every_command_has_help_with_examples_that_parse(capsys, name):
         command.parser(name).parse_intermixed_args(rest)
 
 
+MAZE = """
+from cpomdp_ppl.models import LineGrid
+
+class Maze(LineGrid):
+    def __init__(self, walls=(), horizon=3):
+        super().__init__(horizon=min(horizon, 3))
+"""
+
+LITTLE = {
+    "--num-episodes": "2",
+    "--planned-episodes": "1",
+    "--simulations": "2",
+    "--training-episodes": "8",
+    "--iterations": "2",
+    "--batch-size": "4",
+    "--num-runs": "2",
+    "--draws": "5",
+    "--likelihood": "smc,num_particles=32",
+    "--calibrate": "20",
+}
+"""Instead of what an example says, or of what is usual."""
+
+
+@pytest.fixture(scope="module")
+def light_dark_fit(tmp_path_factory):
+    """The run that examples speak of."""
+    place = tmp_path_factory.mktemp("examples") / "LightDark-fit-1"
+    words = ["--iterations", "2", "--batch-size", "4", "--likelihood", "ekf", "--seed", "1", "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpomdp_ppl.cli.figures.is_installed", lambda module: module != "matplotlib")
+        assert main(["fit", "cpomdp_ppl.models:LightDark", *words, "--run", str(place)]) == 0
+    return place
+
+
+@pytest.mark.filterwarnings("ignore")  # there is too little of everything
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", COMMANDS.own)
+def test_examples_of_help_can_be_run(elsewhere, light_dark_fit, name):
+    Path("my_model.py").write_text(MAZE)
+    copytree(light_dark_fit, "runs/LightDark-fit-1")
+    command = COMMANDS.find(name)
+    known = command.parser(name).format_help()
+    for example in command.examples:
+        if "pouct" in example and not is_installed("pomdp_py"):
+            continue
+        _, *words = shlex.split(example)
+        less = [word for pair in LITTLE.items() if f"{pair[0]} " in known for word in pair]
+        if "--calibrate" not in words:
+            less = [word for word in less if word not in ("--calibrate", LITTLE["--calibrate"])]
+        assert main([*words, *less, "--quiet"]) in ((0, 1) if "--calibrate" in words else (0,)), example
+
+
 def test_every_policy_is_there():
     for name in POLICIES.own:
         assert isinstance(POLICIES.find(name), Recipe)
@@ -609,3 +677,315 @@ def test_version_and_usage(capsys):
     assert capsys.readouterr().out.startswith("cpomdp-ppl")
     assert main([]) == 2
     assert "usage: cpomdp COMMAND" in capsys.readouterr().out
+
+
+ODD = """
+from cpomdp_ppl.models import LineGrid
+
+class Odd(LineGrid):
+    def __init__(self, walls, costs=None, far=0.0):
+        super().__init__(horizon=3)
+        assert isinstance(walls, tuple), walls
+        assert costs is None or set(costs) == {1, 2}, costs
+        self.far = float(far)
+        assert self.far in (0.0, float("inf")), far
+"""
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_arguments_come_back_as_they_were(elsewhere, capsys):
+    Path("odd.py").write_text(ODD)
+    odd = ["odd.py:Odd", "walls=(1, 2)", "costs={1: 2.0, 2: 'x'}", "far=1e999"]
+    assert main(["fit", *odd, *QUICK, "--run", "here", "--quiet"]) == 0
+    assert main(["evaluate", "here", "--num-episodes", "4", "--quiet"]) == 0
+    record = read("here/run.json")
+    assert record["arguments"] == {"walls": "(1, 2)", "costs": "{1: 2.0, 2: 'x'}", "far": "1e999"}
+    # As JSON would have had it: a list, which is not what it was.
+    Path("here/run.json").write_text(json.dumps({**record, "arguments": {"walls": [1, 2]}}))
+    capsys.readouterr()
+    said = refused(capsys, "evaluate", "here")
+    assert "does not say what the argument walls was" in said
+    assert "--model odd.py:Odd --argument walls=…" in said
+    words = ["--model", "odd.py:Odd", "--argument", "walls=(1, 2)", "--argument", "far=1e999"]
+    assert main(["evaluate", *words, "here", "--num-episodes", "4"]) == 0
+
+
+def test_what_decides_the_results_makes_another_run(elsewhere, capsys):
+    words = ["evaluate", LINE_GRID, "horizon=2", "--policy", "pft", "--num-episodes", "2", "--run", "here"]
+    assert main([*words, "--simulations", "3"]) == 0
+    before = Path("here/evaluation.json").read_bytes()
+    capsys.readouterr()
+    said = refused(capsys, *words, "--simulations", "2")
+    assert "its setting simulations is 3, not 2" in said
+    said = refused(capsys, *words, "--simulations", "3", "--training-episodes", "5")
+    assert "its setting training_episodes is 10000, not 5" in said
+    assert Path("here/evaluation.json").read_bytes() == before
+
+
+def test_the_noted_seed_repeats_the_run(elsewhere):
+    # Thompson sampling: which action is best is found by playing, and what it draws is drawn, too.
+    words = ["simulate", LINE_GRID, "--policy", "thompson", "--num-episodes", "40", "--quiet"]
+    seeds = []
+    monkey = pytest.MonkeyPatch()
+    made = Recipe.made
+    monkey.setattr(
+        Recipe,
+        "made",
+        lambda self, name, model, budget: seeds.append(budget.seed) or made(self, name, model, budget),
+    )
+    try:
+        assert main([*words, "--run", "one"]) == 0
+        seed = read("one/run.json")["seed"]
+        assert main([*words, "--run", "two", "--seed", str(seed)]) == 0
+        assert main([*words, "--run", "one"]) == 0  # begins again, with the seed that is noted there
+    finally:
+        monkey.undo()
+    assert seeds == [seed] * 3
+    one, two = (Episodes.load(f"{name}/episodes.npz") for name in ("one", "two"))
+    assert torch.equal(one.actions, two.actions)
+    assert torch.equal(one.rewards, two.rewards)
+
+
+def test_a_report_shows_who_was_judged(elsewhere, capsys, monkeypatch):
+    words = ["evaluate", LINE_GRID, "horizon=2", "--policy", "pft", "--simulations", "3", "--seed", "7"]
+    assert main([*words, "--num-episodes", "1", "--run", "here"]) == 0
+    assert "nan" not in capsys.readouterr().out
+    budgets = []
+    made = Recipe.made
+
+    def noted(self, name, model, budget):
+        budgets.append((name, budget.simulations, budget.training_episodes, budget.seed))
+        return made(self, name, model, budget)
+
+    monkeypatch.setattr(Recipe, "made", noted)
+    assert main(["report", "here", "--num-episodes", "1", "--seed", "2"]) == 0
+    assert '"played_by":"pft"' in Path("here/report.html").read_text().replace(" ", "")
+    assert main(["report", "here", "--num-episodes", "1", "--simulations", "2"]) == 0
+    assert main(["report", "here", "--num-episodes", "1", "--policy", "random"]) == 0
+    assert budgets == [("pft", 3, 10_000, 7), ("pft", 2, 10_000, 7), ("random", 100, 10_000, 0)]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_solution_that_has_changed_is_measured_again(elsewhere, capsys):
+    fit = [
+        "fit",
+        LINE_GRID,
+        "horizon=2",
+        "--iterations",
+        "2",
+        "--batch-size",
+        "4",
+        "--likelihood",
+        "exact",
+        "--quiet",
+    ]
+    assert main([*fit, "--seed", "1", "--run", "mine", "--prior", "0.9,0.1"]) == 0
+    words = ["compare", LINE_GRID, "horizon=2", "--policies", "random", "--solution", "mine"]
+    words += ["--num-episodes", "40", "--run", "table"]
+    assert main(words) == 0
+    # One rule: what the solution was learned for.
+    truth = evaluate(LineGrid(horizon=2), RandomPolicy(3), 40, prior=(0.9, 0.1), seed=0)
+    assert read("table/comparison.json")["random"]["evaluation"]["entropy"]["mean"] == truth.entropy.mean
+    assert main(["evaluate", "mine", "--num-episodes", "40", "--quiet"]) == 0
+    both = read("mine/evaluation.json"), read("table/comparison.json")["mine"]["evaluation"]
+    assert both[0]["returns"] == both[1]["returns"]
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "mine: measured before" in capsys.readouterr().err
+
+    rmtree("mine")
+    assert main([*fit, "--seed", "2", "--run", "mine", "--prior", "0.9,0.1"]) == 0
+    assert main(words) == 0
+    err = capsys.readouterr().err
+    assert "random: measured before" in err
+    assert "mine: the solution has changed, and is measured again" in err
+    assert main([*fit, "--seed", "2", "--run", "other"]) == 0
+    capsys.readouterr()
+    assert "say which with --prior" in refused(capsys, *words[:-2], "--solution", "other")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_code_that_has_changed(elsewhere, capsys, monkeypatch):
+    fit = ["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]
+    assert main(fit) == 0
+    source = read("here/run.json")["source"]
+    assert source["path"] == str((elsewhere / "coin.py").resolve())
+    assert source["sha256"] == hashlib.sha256(COIN.encode()).hexdigest()
+
+    # From another directory, the file is the one that it was, not the one of its name there.
+    (elsewhere / "deep").mkdir()
+    (elsewhere / "deep" / "coin.py").write_text("open('was_here', 'w')\n")
+    monkeypatch.chdir(elsewhere / "deep")
+    assert main(["evaluate", "../here", "--num-episodes", "4"]) == 0
+    assert not Path("was_here").exists()
+    monkeypatch.chdir(elsewhere)
+
+    Path("coin.py").write_text(COIN.replace("-1.0", "-2.0"))
+    capsys.readouterr()
+    assert "its code of the model (sha256) is" in refused(capsys, *fit)
+    said = refused(capsys, "evaluate", "here")
+    assert "coin.py has changed since here was made" in said
+    assert "--model coin.py:Coin" in said
+    assert main(["evaluate", "here", "--model", "coin.py:Coin", "--num-episodes", "4"]) == 0
+    assert "cpomdp: warning: coin.py is not the code that here was made with" in capsys.readouterr().err
+
+
+def test_installed_code_that_has_changed_is_warned_of(elsewhere, capsys):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "here"]) == 0
+    record = read("here/run.json")
+    assert main(["report", "here", "--num-episodes", "1"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    Path("here/run.json").write_text(json.dumps({**record, "source": {**record["source"], "sha256": "0"}}))
+    assert main(["report", "here", "--num-episodes", "1"]) == 0
+    assert "warning: the code of cpomdp_ppl.models:LineGrid has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "spec", ["d.evil:X", "evil_beside:X", "runs/evil_beside.py:X", "{here}/runs/evil_beside.py:X"]
+)
+def test_code_beside_a_run_folder_is_not_run(elsewhere, capsys, monkeypatch, spec):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "runs/d"]) == 0
+    capsys.readouterr()
+    for path in ("runs/d/evil.py", "runs/evil_beside.py"):
+        Path(path).write_text("open('was_here', 'w')\n")
+    monkeypatch.syspath_prepend(str(elsewhere / "runs"))
+    record = {**read("runs/d/run.json"), "model": spec.format(here=elsewhere)}
+    for source in (record["source"], None, {"path": "evil_beside.py", "sha256": "0"}):
+        Path("runs/d/run.json").write_text(json.dumps({**record, "source": source}))
+        for command in ("evaluate", "report"):
+            assert "if you trust it, say which it is with --model" in refused(capsys, command, "runs/d")
+    assert not Path("was_here").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_former_results_do_not_stay_beside_new_ones(elsewhere, monkeypatch):
+    assert (
+        main(["fit", LINE_GRID, "horizon=2", *QUICK, "--prior", "0.9,0.1", "--run", "here", "--quiet"]) == 0
+    )
+    priors = []
+    monkeypatch.setattr(
+        diagnose, "calibrate", lambda *a, prior, **k: priors.append(prior) or calibrate(*a, prior=prior, **k)
+    )
+    words = ["diagnose", "here", "--num-episodes", "2", "--draws", "5", "--likelihood", "exact", "--quiet"]
+    assert main([*words, "--calibrate", "40"]) in (0, 1)
+    assert priors[0].tolist() == [0.9, 0.1]
+    assert Path("here/calibration.json").exists()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # what fails leaves what was there
+        patch.setattr(diagnose, "to_inference_data", interrupted)
+        assert main(words) == 130
+    assert Path("here/calibration.json").exists()
+    assert main(words) == 0
+    assert not Path("here/calibration.json").exists()
+    assert read("here/run.json")["added"]["diagnose"]["settings"]["calibrate"] is None
+
+
+def test_what_begins_again_does_not_say_that_it_goes_on(elsewhere, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    words = ["evaluate", LINE_GRID, "--policy", "random", "--run", "a folder"]
+    with monkeypatch.context() as patch:
+        patch.setattr("cpomdp_ppl.cli.evaluate.take_stock", interrupted)
+        assert main(words) == 130
+    err = capsys.readouterr().err
+    assert "stopped, before anything was written; to begin again: cpomdp evaluate" in err
+    assert "--run 'a folder'" in err
+    words = ["simulate", *words[1:], "--num-episodes", "4"]
+    words[-3] = "other"
+    with monkeypatch.context() as patch:
+        patch.setattr("cpomdp_ppl.run_folder.RunFolder.write_table", interrupted)
+        assert main(words) == 130
+    assert "stopped; other has episodes.npz; to begin again: " in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_work(elsewhere, capsys, monkeypatch):
+    words = ["evaluate", LINE_GRID, "--policy", "random", "--num-episodes", "4", "--run", "here"]
+    assert main(words) == 0
+    capsys.readouterr()
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def worked(*_, **__):
+        raise AssertionError("all that work")
+
+    monkeypatch.setattr(os, "replace", denied)
+    monkeypatch.setattr(Recipe, "made", worked)
+    assert "cannot be written: Permission denied" in refused(capsys, *words)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_warnings_are_plain_lines(elsewhere, capsys, monkeypatch):
+    assert main(["fit", LINE_GRID, "horizon=2", *QUICK, "--run", "a run"]) == 0
+    assert "next: cpomdp evaluate 'a run'" in capsys.readouterr().err
+    monkeypatch.setattr(
+        sys, "argv", ["cpomdp", "run", "a run", "--num-episodes", "2", "--likelihood", "exact"]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        with pytest.raises(SystemExit) as left:
+            entry()
+    assert left.value.code == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (
+        sum(line.startswith("cpomdp: warning: the policy was learned for one prior") for line in lines) == 1
+    )
+    assert "UserWarning" not in err
+    assert ".py:" not in err
+    assert "± –" in out  # of a single run
+
+
+def test_ctrl_c_while_torch_is_imported(elsewhere):
+    Path("slow").mkdir()
+    Path("slow/torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    left = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+            "import cpomdp_command; cpomdp_command.entry()",
+        ],
+        env={**os.environ, "PYTHONPATH": f"{elsewhere / 'slow'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (left.returncode, left.stdout) == (130, "")
+    assert left.stderr == "cpomdp: stopped, before anything was written\n"
+
+
+def test_a_file_that_leaves(elsewhere, capsys):
+    Path("leaves.py").write_text("raise SystemExit(3)\n")
+    assert "leaves.py cannot be imported: SystemExit: 3" in refused(capsys, "check", "leaves.py:Coin")
+
+
+def test_a_policy_in_a_run_folder(elsewhere, capsys):
+    assert main(["simulate", LINE_GRID, "--policy", "random", "--num-episodes", "1", "--run", "here"]) == 0
+    assert "         1 episode  return" in capsys.readouterr().out
+    assert "here is a run folder, where its solution acts" in refused(
+        capsys, "run", "here", "--policy", "random"
+    )
+
+
+def test_faults_of_ours_are_no_absent_packages(elsewhere, capsys, monkeypatch):
+    def fails(error):
+        def load(self):
+            raise error
+
+        return load
+
+    monkeypatch.setattr(EntryPoint, "load", fails(ImportError("cannot import name 'fti' from 'solvers'")))
+    assert main(["fit", LINE_GRID]) == 70
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(EntryPoint, "load", fails(ModuleNotFoundError("no solvers.x", name="solvers.x")))
+    assert main(["fit", LINE_GRID]) == 70
+    capsys.readouterr()
+    monkeypatch.setattr(EntryPoint, "load", fails(ModuleNotFoundError("no h5py", name="h5py")))
+    assert "is not to be had" in refused(capsys, "fit", LINE_GRID)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
+from cpomdp_ppl.files import DiskFullError
 from cpomdp_ppl.models import Beacons, LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.programs import EyesOpen, Plates, Walk
@@ -160,7 +161,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DiskFullError, match=r"the disk is full: .*episodes\.npz could"):
         drawn(LightDark(), seed=1).save(tmp_path / "episodes.npz")
     assert os.listdir(tmp_path) == ["episodes.npz"]
     assert equal(Episodes.load(tmp_path / "episodes.npz"), episodes)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, run_folder, simulate
 from cpomdp_ppl.diagnostics import to_inference_data
+from cpomdp_ppl.files import is_disk_full
 from cpomdp_ppl.models import LineGrid
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, plain
+from cpomdp_ppl.run_folder import RunFolder, RunFolderError, next_folder, plain
 
 
 def made(path, **changes):
@@ -252,9 +254,60 @@ def test_a_run_that_got_nowhere_can_be_discarded(tmp_path):
 
 
 def test_the_next_folder(tmp_path):
-    assert next_folder("a/b.py:Maze", "fit", tmp_path) == tmp_path / "Maze-fit-1"
-    (tmp_path / "Maze-fit-1").mkdir()
-    assert next_folder("a.b:Maze", "fit", tmp_path) == tmp_path / "Maze-fit-2"
+    parent = tmp_path / "runs"
+    assert next_folder("a/b.py:Maze", "fit", parent) == parent / "Maze-fit-1"
+    assert next_folder("a.b:Maze", "fit", parent) == parent / "Maze-fit-2"  # the first is taken
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="file cannot be written"):
+        next_folder("a.b:Maze", "fit", tmp_path / "file")
+
+
+def test_many_at_once_get_a_folder_each(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: next_folder("a.b:Maze", "fit", tmp_path), range(16)))
+    assert set(found) == {tmp_path / f"Maze-fit-{n}" for n in range(1, 17)}
+
+
+def test_two_commands_note_what_they_added(tmp_path):
+    made(tmp_path / "run").finish()
+    one, other = (RunFolder.open(tmp_path / "run") for _ in range(2))
+    one.add("evaluate", settings={}, seed=1)
+    other.add("diagnose", settings={}, seed=2)
+    assert set(RunFolder.open(tmp_path / "run").record["added"]) == {"evaluate", "diagnose"}
+    one.withdraw("evaluate")
+    assert set(RunFolder.open(tmp_path / "run").record["added"]) == {"diagnose"}
+
+
+def test_many_at_once_note_what_they_added(tmp_path):
+    made(tmp_path / "run").finish()
+    folders = [RunFolder.open(tmp_path / "run") for _ in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda k: folders[k].add(f"command-{k}", settings={}, seed=k), range(16)))
+    added = RunFolder.open(tmp_path / "run").record["added"]
+    assert set(added) == {f"command-{k}" for k in range(16)}
+
+
+def test_other_code_is_another_run(tmp_path):
+    made(tmp_path / "run", source={"path": "/a/m.py", "sha256": "1"})
+    made(tmp_path / "run", source={"path": "/b/m.py", "sha256": "1"})  # moved
+    with pytest.raises(
+        RunFolderError, match=r"another run: its code of the model \(sha256\) is '1', not '2'"
+    ):
+        made(tmp_path / "run", source={"path": "/a/m.py", "sha256": "2"})
+
+
+def test_writability_is_found_out_at_once(tmp_path, monkeypatch):
+    folder = made(tmp_path / "run")
+    folder.require_writable()
+    assert files(tmp_path / "run") == ["run.json"]
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "replace", denied)
+    with pytest.raises(RunFolderError, match="cannot be written: Permission denied"):
+        folder.require_writable()
+    assert files(tmp_path / "run") == ["run.json"]
 
 
 def test_a_seed_that_is_none_is_refused_before_anything_is_written(tmp_path):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import FAILED, OK
 from cpomdp_ppl.cli.model import ModelSpec
-from cpomdp_ppl.cli.options import model_arguments
+from cpomdp_ppl.cli.options import many, model_arguments
 from cpomdp_ppl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,14 +23,10 @@ def check(options: Namespace) -> int:
         print(error)
         return FAILED
     print(
-        f"{type(model).__name__}: no faults in {_many(model.num_contexts, 'context')}, "
-        f"{_many(model.num_actions, 'action')}, {_many(model.horizon, 'step')}"
+        f"{type(model).__name__}: no faults in {many(model.num_contexts, 'context')}, "
+        f"{many(model.num_actions, 'action')}, {many(model.horizon, 'step')}"
     )
     return OK
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 CHECK = Command(

@@ -25,15 +25,16 @@ from cpomdp_ppl.cli.options import (
 )
 from cpomdp_ppl.cli.plugins import POLICIES
 from cpomdp_ppl.cli.policies import Budget, recipe
-from cpomdp_ppl.cli.target import Results, load_solution
+from cpomdp_ppl.cli.target import Results, load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, Mean, evaluate
+from cpomdp_ppl.run_files import COMPARISON
 from cpomdp_ppl.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Mapping
 
-MEASURED, TABLE = "comparison.json", "comparison.csv"
+MEASURED = "comparison.json"
 
 
 def compare(options: Namespace) -> int:
@@ -48,10 +49,10 @@ def compare(options: Namespace) -> int:
             "--solution: expected folders whose names differ from each other and from policies"
         )
     model = spec.build()
-    solutions = {
-        name: load_solution(RunFolder.open(place, unfinished=options.unfinished), model)
-        for name, place in folders.items()
-    }
+    opened = {name: RunFolder.open(place, unfinished=options.unfinished) for name, place in folders.items()}
+    solutions = {name: load_solution(folder, model) for name, folder in opened.items()}
+    hashes = {name: solution_hash(folder) for name, folder in opened.items()}
+    prior = common_prior(solutions) if options.prior is None else options.prior
     settings = {
         "policies": list(recipes),
         "solutions": [str(place) for place in folders.values()],
@@ -60,16 +61,19 @@ def compare(options: Namespace) -> int:
         "simulations": options.simulations,
         "training_episodes": options.training_episodes,
         "likelihood": None if options.likelihood is None else repr(options.likelihood),
-        "prior": options.prior,
+        "prior": None if prior is None else list(prior),
+        "unfinished": [name for name, folder in opened.items() if not folder.finished],
     }
     results = Results.at(options, "compare", spec, settings)
     folder, progress = results.folder, shows_progress(options)
     measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
     with results.kept():
         for name in [*recipes, *solutions]:
-            if name in measured:
+            if name in measured and measured[name].get("solution_sha256") == hashes.get(name):
                 note(options, f"{name}: measured before")
                 continue
+            if name in measured:
+                note(options, f"{name}: the solution has changed, and is measured again")
             seconds, num_episodes = None, options.num_episodes
             if name in recipes:
                 note(options, f"{name}: {'learning' if recipes[name].learns else 'playing'} …")
@@ -86,11 +90,15 @@ def compare(options: Namespace) -> int:
                 policy,
                 num_episodes,
                 likelihood=options.likelihood,
-                prior=options.prior,
+                prior=prior,
                 progress=progress,
                 seed=results.seed,
             )
-            measured[name] = {"evaluation": result.as_dict(), "training_seconds": seconds}
+            measured[name] = {
+                "evaluation": result.as_dict(),
+                "training_seconds": seconds,
+                "solution_sha256": hashes.get(name),
+            }
             folder.write_json(MEASURED, measured)
             note(options, f"{name}: return {result.returns}")
         evaluations = {name: as_evaluation(each["evaluation"]) for name, each in measured.items()}
@@ -99,11 +107,29 @@ def compare(options: Namespace) -> int:
             for name, each in measured.items()
             if each["training_seconds"] is not None
         }
-        folder.write_table(TABLE, columns(evaluations, seconds_by_name))
+        folder.write_table(COMPARISON, columns(evaluations, seconds_by_name))
         results.finish()
     print(Comparison(evaluations, seconds_by_name))
-    note(options, f"table: {folder.path / TABLE}")
+    note(options, f"table: {folder.path / COMPARISON}")
     return OK
+
+
+def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """What solutions were learned for, so that all who are compared meet the same; None for the model's.
+
+    Raises:
+        CommandError: If they were learned for different priors.
+    """
+    priors = {name: tuple(solution.prior.tolist()) for name, solution in solutions.items()}
+    if not priors:
+        return None
+    (first, one), *others = priors.items()
+    for name, other in others:
+        if other != one:
+            raise CommandError(
+                f"{first} was learned for the prior {one}, and {name} for {other}: say which with --prior"
+            )
+    return one
 
 
 def as_evaluation(content: Mapping[str, Any]) -> Evaluation:

@@ -11,8 +11,9 @@ import numpy as np
 
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import FAILED, OK
-from cpomdp_ppl.cli.figures import write_figures
+from cpomdp_ppl.cli.figures import figure_files, write_figures
 from cpomdp_ppl.cli.options import (
+    BESIDE,
     count,
     episodes_option,
     likelihood_option,
@@ -28,6 +29,7 @@ from cpomdp_ppl.cli.target import Target
 from cpomdp_ppl.diagnostics import calibrate, plot_contexts, plot_filter, plot_states, to_inference_data
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import seed_for
+from cpomdp_ppl.run_files import CALIBRATION, GOOD_RHAT, RHAT
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.diagnostics import Calibration
 
-DATA, RHAT, CALIBRATION = "episodes.nc", "rhat.csv", "calibration.json"
-AGREE = 1.01
-"""Chains whose R-hat is above disagree (Vehtari et al., 2021): the filter has too few particles."""
+DATA = "episodes.nc"
+DRAWN = ("contexts", "states", "filter", "calibration")
+OUTPUTS = (DATA, RHAT, CALIBRATION, *figure_files(DRAWN))
 
 PLAYED, INFERRED, CALIBRATED = range(3)
 """What random numbers are for."""
@@ -51,23 +53,21 @@ def diagnose(options: Namespace) -> int:
     target = Target.of(options)
     backend = as_backend("smc") if options.likelihood is None else options.likelihood
     settings = {
-        "policy": options.policy,
         "num_episodes": options.num_episodes,
         "likelihood": repr(backend),
         "chains": options.chains,
         "draws": options.draws,
         "calibrate": options.calibrate,
-        "prior": options.prior,
     }
-    results = target.results(options, "diagnose", settings)
-    folder, progress = results.folder, shows_progress(options)
-    prior = target.prior if options.prior is None else options.prior
+    results = target.results(options, "diagnose", settings, OUTPUTS)
+    progress = shows_progress(options)
     with results.kept():
+        policy = target.policy(options)
         episodes = simulate(
             target.model,
-            target.policy,
+            policy,
             options.num_episodes,
-            prior=prior,
+            prior=target.prior,
             seed=seed_for(results.seed, PLAYED),
         )
         data = to_inference_data(
@@ -76,13 +76,11 @@ def diagnose(options: Namespace) -> int:
             backend,
             chains=options.chains,
             draws=options.draws,
-            prior=prior,
+            prior=target.prior,
             seed=seed_for(results.seed, INFERRED),
             progress=progress,
         )
-        folder.write_data(DATA, data)
         table = summary(data)
-        folder.write_table(RHAT, table)
         figures: dict[str, Callable[[], Figure]] = {
             "contexts": partial(plot_contexts, data),
             "states": partial(plot_states, data),
@@ -92,14 +90,19 @@ def diagnose(options: Namespace) -> int:
         if options.calibrate is not None:
             calibration = calibrate(
                 target.model,
-                target.policy,
+                policy,
                 backend,
                 options.calibrate,
+                prior=target.prior,
                 seed=seed_for(results.seed, CALIBRATED),
                 progress=progress,
             )
-            folder.write_json(CALIBRATION, as_content(calibration))
             figures["calibration"] = calibration.plot
+        folder = results.replace()
+        folder.write_data(DATA, data)
+        folder.write_table(RHAT, table)
+        if calibration is not None:
+            folder.write_json(CALIBRATION, as_content(calibration))
         write_figures(options, folder, figures)
         results.finish()
     print(r_hat_sentence(table))
@@ -132,9 +135,9 @@ def r_hat_sentence(table: dict[str, list[Any]]) -> str:
     if not known:
         return "R-hat: there is none, because nothing varies"
     worst = max(known, key=known.__getitem__)
-    above = sum(value > AGREE for value in known.values())
+    above = sum(value > GOOD_RHAT for value in known.values())
     return (
-        f"R-hat: at worst {known[worst]:.3f}, of {worst}; above {AGREE} for {above:,} of {len(known):,} "
+        f"R-hat: at worst {known[worst]:.3f}, of {worst}; above {GOOD_RHAT} for {above:,} of {len(known):,} "
         f"quantities ({len(table['quantity']) - len(known):,} more never vary)"
     )
 
@@ -169,7 +172,7 @@ def _options(parser: ArgumentParser) -> None:
     )
     prior_option(parser)
     seed_option(parser, 0)
-    run_option(parser, "beside the solution, or runs/<model>-<command>-<n>")
+    run_option(parser, BESIDE)
 
 
 DIAGNOSE = Command(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import OK
 from cpomdp_ppl.cli.options import (
+    BESIDE,
     episodes_option,
     likelihood_option,
     model_arguments,
@@ -19,34 +20,31 @@ from cpomdp_ppl.cli.options import (
 )
 from cpomdp_ppl.cli.target import Target
 from cpomdp_ppl.evaluation import evaluate as take_stock
+from cpomdp_ppl.run_files import EVALUATION
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-
-EVALUATION = "evaluation.json"
 
 
 def evaluate(options: Namespace) -> int:
     """Play a policy, and take stock."""
     target = Target.of(options)
     settings = {
-        "policy": options.policy,
         "num_episodes": options.num_episodes,
         "likelihood": None if options.likelihood is None else repr(options.likelihood),
-        "prior": options.prior,
     }
-    results = target.results(options, "evaluate", settings)
+    results = target.results(options, "evaluate", settings, (EVALUATION,))
     with results.kept():
         evaluation = take_stock(
             target.model,
-            target.policy,
+            target.policy(options),
             options.num_episodes,
             likelihood=options.likelihood,
-            prior=target.prior if options.prior is None else options.prior,
+            prior=target.prior,
             progress=shows_progress(options),
             seed=results.seed,
         )
-        results.folder.write_json(EVALUATION, evaluation.as_dict())
+        results.replace().write_json(EVALUATION, evaluation.as_dict())
         results.finish()
     print(evaluation)
     note(options, f"evaluation: {results.folder.path / EVALUATION}")
@@ -60,7 +58,7 @@ def _options(parser: ArgumentParser) -> None:
     likelihood_option(parser, "the most exact that serves the model")
     prior_option(parser)
     seed_option(parser, 0)
-    run_option(parser, "beside the solution, or runs/<model>-<command>-<n>")
+    run_option(parser, BESIDE)
 
 
 EVALUATE = Command(

@@ -6,14 +6,25 @@ from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.options import note
 from cpomdp_ppl.cli.plugins import is_installed
+from cpomdp_ppl.run_folder import FIGURES
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.figure import Figure
 
     from cpomdp_ppl.run_folder import RunFolder
+
+
+def figure_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files of figures, in a run folder.
+
+    Example:
+        >>> figure_files(["curve"])
+        ('figures/curve.svg', 'figures/curve.png')
+    """
+    return tuple(f"{FIGURES}/{name}.{kind}" for name in names for kind in ("svg", "png"))
 
 
 def write_figures(options: Namespace, folder: RunFolder, figures: Mapping[str, Callable[[], Figure]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import FAULT, INTERRUPTED, OK, USER_ERROR, CommandError, is_user_error
 from cpomdp_ppl.cli.plugins import COMMANDS
-from cpomdp_ppl.run_folder import is_disk_full, no_space
+from cpomdp_ppl.files import DiskFullError, is_disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--traceback" in words:
             traceback.print_exc()
         if is_disk_full(error) and not is_user_error(error):
-            error = no_space(getattr(error, "filename", None) or "a file")
+            error = DiskFullError(getattr(error, "filename", None) or "a file")
         if isinstance(error, OSError) and error.filename is not None:
             error = CommandError(f"{error.filename}: {error.strerror}")
         if is_user_error(error):

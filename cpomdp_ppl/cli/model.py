@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -25,7 +26,8 @@ class ModelSpec:
 
     Attributes:
         spec: `module:Class`, or `file.py:Class`.
-        arguments: Of the constructor, by name.
+        words: Arguments of the constructor by name, as they were written: JSON would have lists for tuples,
+            text for numbers that are keys, and nothing for infinity.
 
     Example:
         >>> spec = ModelSpec.of(["cpomdp_ppl.models:LightDark", "dark_variance=16"])
@@ -34,7 +36,7 @@ class ModelSpec:
     """
 
     spec: str
-    arguments: Mapping[str, Any]
+    words: Mapping[str, str]
 
     @staticmethod
     def of(words: Sequence[str]) -> ModelSpec:
@@ -47,13 +49,25 @@ class ModelSpec:
         place, colon, name = spec.rpartition(":")
         if not colon or not place or not name.isidentifier():
             raise CommandError(f"model: expected module:Class or file.py:Class, got {spec}")
-        return ModelSpec(spec, as_arguments(rest))
+        return ModelSpec(spec, as_words(rest))
 
     @property
-    def path(self) -> Path:
-        """Its file; or where its module would be, if it were in the current directory."""
-        place = self.spec.rpartition(":")[0]
-        return Path(place) if is_path(place) else Path(*place.split("."))
+    def place(self) -> str:
+        """Its file or module."""
+        return self.spec.rpartition(":")[0]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the constructor, by name."""
+        return {name: as_value(text) for name, text in self.words.items()}
+
+    def source(self) -> dict[str, str] | None:
+        """The `path` of its code, and the `sha256`; None if it has no file."""
+        try:
+            path = Path(self.place if is_path(self.place) else inspect.getfile(self._class())).resolve()
+            return {"path": str(path), "sha256": hash_of(path)}
+        except (OSError, TypeError):  # of a class that was typed in, perhaps
+            return None
 
     def build(self, *, check: bool = True) -> CPOMDP:
         """Make the model.
@@ -69,7 +83,7 @@ class ModelSpec:
         self._require_arguments(kind)
         try:
             model = kind(**self.arguments)
-        except Exception as error:  # it is the user's program, which may raise anything
+        except (Exception, SystemExit) as error:  # it is the user's program, which may raise anything
             raise CommandError(
                 f"{self.spec} cannot be made: {type(error).__name__}: {error} (--traceback says where)"
             ) from error
@@ -78,7 +92,7 @@ class ModelSpec:
         return model
 
     def _class(self) -> type[CPOMDP]:
-        place, _, name = self.spec.rpartition(":")
+        place, name = self.place, self.spec.rpartition(":")[2]
         module = load_file(Path(place)) if is_path(place) else load_module(place)
         found = getattr(module, name, None)
         there = [
@@ -125,14 +139,23 @@ def as_arguments(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         CommandError: If a word is not that.
     """
-    found: dict[str, Any] = {}
+    return {name: as_value(text) for name, text in as_words(words).items()}
+
+
+def as_words(words: Sequence[str]) -> dict[str, str]:
+    """`key=value` words by key, values as they were written.
+
+    Raises:
+        CommandError: If a word is not that.
+    """
+    found: dict[str, str] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
             raise CommandError(f"arguments: expected key=value after the model, got {word}")
         if name in found:
             raise CommandError(f"arguments: expected each once, got {name} twice")
-        found[name] = as_value(text)
+        found[name] = text
     return found
 
 
@@ -163,7 +186,7 @@ def load_file(path: Path) -> ModuleType:
     sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # anything may be in a file
+    except (Exception, SystemExit) as error:  # anything may be in a file
         del sys.modules[name]
         raise _not_imported(str(path), error) from error
     finally:
@@ -184,14 +207,24 @@ def load_module(name: str) -> ModuleType:
                 f"there is no module '{name}'; for a file, say path/to/file.py:Class"
             ) from error
         raise _not_imported(name, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_imported(name, error) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)
 
 
-def _not_imported(place: str, error: Exception) -> CommandError:
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file; of a folder, that of its files' names and hashes."""
+    if path.is_dir():
+        inside = sorted(each for each in path.rglob("*") if each.is_file())
+        content = "\n".join(f"{each.relative_to(path)} {hash_of(each)}" for each in inside).encode()
+    else:
+        content = path.read_bytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _not_imported(place: str, error: BaseException) -> CommandError:
     what = " ".join(str(error).split())
     return CommandError(
         f"{place} cannot be imported: {type(error).__name__}: {what} (--traceback says where)"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.model import as_arguments
-from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.errors import rejected, require
 from cpomdp_ppl.inference import BACKENDS
 
 if TYPE_CHECKING:
@@ -36,8 +37,21 @@ def policy_option(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--unfinished", action="store_true", help="take the solution of a fit that was stopped"
     )
+    other_model_options(parser)
+
+
+def other_model_options(parser: ArgumentParser) -> None:
+    """Which code to run, if not what the record of a run names."""
     parser.add_argument(
-        "--model", dest="other", nargs="+", metavar="MODEL", help="the model of RUN, if its file has moved"
+        "--model", dest="other", metavar="MODEL", help="the model of RUN, if its file has moved or changed"
+    )
+    parser.add_argument(
+        "--argument",
+        dest="other_arguments",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="of its constructor, if not as RUN has them; may be given repeatedly, with --model",
     )
 
 
@@ -62,9 +76,18 @@ def run_option(parser: ArgumentParser, default: str = "runs/<model>-<command>-<n
     parser.add_argument("--run", metavar="DIR", help=f"where results go (default: {default})")
 
 
+BESIDE = "beside the solution of RUN, or for a model runs/<model>-<command>-<n>"
+"""Where results about a solution go by default."""
+
+
 def prior_option(parser: ArgumentParser) -> None:
-    """A prior over contexts."""
-    parser.add_argument("--prior", type=probabilities, metavar="P,P,…", help="over contexts, such as 0.5,0.5")
+    """A prior over contexts: one rule for all commands."""
+    parser.add_argument(
+        "--prior",
+        type=probabilities,
+        metavar="P,P,…",
+        help="over contexts, such as 0.5,0.5 (default: what the solution was learned for, or the model's)",
+    )
 
 
 def likelihood_option(parser: ArgumentParser, default: str) -> None:
@@ -91,6 +114,21 @@ def note(options: Namespace, text: str) -> None:
     """Say something by the way, on stderr, unless told to be quiet."""
     if not options.quiet:
         print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Say something on stderr that nobody should miss."""
+    print(f"cpomdp: warning: {text}", file=sys.stderr, flush=True)
+
+
+def many(number: int, what: str) -> str:
+    """How many there are, in words.
+
+    Example:
+        >>> many(1, "episode"), many(2000, "episode")
+        ('1 episode', '2,000 episodes')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _checked(
@@ -145,6 +183,11 @@ def backend(text: str) -> Backend:
     try:
         if name not in BACKENDS:
             raise rejected("likelihood", name, f"one of {', '.join(BACKENDS)}")
-        return BACKENDS[name](**as_arguments(settings))
+        arguments, kind = as_arguments(settings), BACKENDS[name]
+        taken = list(inspect.signature(kind).parameters)
+        expected = f"settings out of {', '.join(taken)}" if taken else "no settings"
+        for each in arguments:
+            require(each in taken, name, each, expected)
+        return kind(**arguments)
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(str(error)) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.errors import OURS, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,10 +47,18 @@ class Table:
         try:
             return EntryPoint(name, places[name], self.group).load()
         except (ImportError, AttributeError) as error:
+            if name in self.own and not is_absence(error):
+                raise  # a fault of ours, and nothing that the user can put right
             module = places[name].partition(":")[0]
             raise CommandError(
                 f"the {self.kind} '{name}' is not to be had: {module} cannot be imported ({error})"
             ) from error
+
+
+def is_absence(error: Exception) -> bool:
+    """Whether an error says that a package of others is not installed."""
+    named = error.name if isinstance(error, ModuleNotFoundError) else None
+    return named is not None and named.partition(".")[0] not in OURS
 
 
 COMMANDS = Table(

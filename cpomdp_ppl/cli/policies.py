@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.errors import CommandError
-from cpomdp_ppl.cli.plugins import POLICIES
+from cpomdp_ppl.cli.plugins import POLICIES, is_absence
 from cpomdp_ppl.policy import RandomPolicy
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Recipe:
         try:
             return self.build(model, budget)
         except ImportError as error:
+            if not is_absence(error):
+                raise
             need = f"; install cpomdp-ppl[{self.extra}]" if self.extra else ""
             raise CommandError(f"the policy '{name}' cannot be made: {error}{need}") from error
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import OK
 from cpomdp_ppl.cli.options import (
-    budget_options,
+    count,
     episodes_option,
     likelihood_option,
+    other_model_options,
     seed_option,
     shows_progress,
 )
 from cpomdp_ppl.cli.policies import Budget, recipe
-from cpomdp_ppl.cli.target import SOLUTION, load_solution, spec_of
+from cpomdp_ppl.cli.recorded import spec_of
+from cpomdp_ppl.cli.target import SOLUTION, load_solution
 from cpomdp_ppl.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -26,19 +29,21 @@ def report(options: Namespace) -> int:
     from cpomdp_ppl.report import write_report
 
     folder = RunFolder.open(options.target, unfinished=options.unfinished)
-    model = spec_of(folder, options.other).build()
+    model = spec_of(folder, options).build()
+    folder.require_writable()
     policy, prior = None, None
     name = options.policy or folder.record["settings"].get("policy")
     if name is not None:
-        budget = Budget.of(options, options.seed, shows_progress(options))
-        policy = recipe(name).made(name, model, budget)
+        policy = recipe(name).made(name, model, budget_of(folder, options))
+        prior = folder.record["settings"].get("prior")
     elif folder.has(SOLUTION):
         solution = load_solution(folder, model)
-        policy, prior = solution.policy, solution.prior
+        policy, prior, name = solution.policy, solution.prior, "the solution"
     path = write_report(
         folder.path,
         model=model,
         policy=policy,
+        policy_name=name,
         prior=prior,
         num_episodes=options.num_episodes,
         likelihood="smc" if options.likelihood is None else options.likelihood,
@@ -49,14 +54,28 @@ def report(options: Namespace) -> int:
     return OK
 
 
+def budget_of(folder: RunFolder, options: Namespace) -> Budget:
+    """What the policy to be shown may spend: as in the run, if it acted there, where nothing else is said."""
+    usual = Budget(seed=options.seed, progress=shows_progress(options))
+    settings: dict[str, Any] = folder.record["settings"]
+    if options.policy in (None, settings.get("policy")):
+        known = {name: settings[name] for name in ("simulations", "training_episodes") if name in settings}
+        usual = replace(usual, seed=folder.seed, **known)
+    asked = {"simulations": options.simulations, "training_episodes": options.training_episodes}
+    return replace(usual, **{name: value for name, value in asked.items() if value is not None})
+
+
 def _options(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="RUN", help="a run folder")
     parser.add_argument("--policy", metavar="NAME", help="whose episodes to show, if not the solution's")
-    budget_options(parser)
-    parser.add_argument("--unfinished", action="store_true", help="also of a run that was stopped")
     parser.add_argument(
-        "--model", dest="other", nargs="+", metavar="MODEL", help="the model of RUN, if its file has moved"
+        "--simulations", type=count, help="of planners, for a decision (default: as in the run, or 100)"
     )
+    parser.add_argument(
+        "--training-episodes", type=count, help="of learners (default: as in the run, or 10000)"
+    )
+    parser.add_argument("--unfinished", action="store_true", help="also of a run that was stopped")
+    other_model_options(parser)
     episodes_option(parser, 12)
     likelihood_option(parser, "smc")
     seed_option(parser, 0)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import OK
 from cpomdp_ppl.cli.options import (
+    BESIDE,
     episodes_option,
+    many,
     model_arguments,
     note,
     policy_option,
@@ -30,30 +32,29 @@ def simulate(options: Namespace) -> int:
     """Play episodes, and keep them."""
     target = Target.of(options)
     settings = {
-        "policy": options.policy,
         "num_episodes": options.num_episodes,
         "contexts": options.contexts,
-        "prior": options.prior,
     }
-    results = target.results(options, "simulate", settings)
+    results = target.results(options, "simulate", settings, (EPISODES, RETURNS))
     with results.kept():
         episodes = play(
             target.model,
-            target.policy,
+            target.policy(options),
             options.num_episodes,
             contexts=options.contexts,
-            prior=target.prior if options.prior is None else options.prior,
+            prior=target.prior,
             seed=results.seed,
         )
         assert episodes.contexts is not None
         assert episodes.returns is not None
-        results.folder.write(EPISODES, lambda file: _save(episodes, file))
         means = {
             name: Mean.of(episodes.returns[episodes.contexts == c])
             for c, name in enumerate(target.model.context_names)
             if bool((episodes.contexts == c).any())
         }
-        results.folder.write_table(
+        folder = results.replace()
+        folder.write(EPISODES, lambda file: _save(episodes, file))
+        folder.write_table(
             RETURNS,
             {
                 "context": list(means),
@@ -65,7 +66,7 @@ def simulate(options: Namespace) -> int:
         results.finish()
     width = max(map(len, means))
     for name, mean in means.items():
-        print(f"{name:<{width}}  {mean.num_episodes:>8,} episodes  return {mean}")
+        print(f"{name:<{width}}  {many(mean.num_episodes, 'episode'):>17}  return {mean}")
     note(options, f"episodes: {results.folder.path / EPISODES} (read by cpomdp_ppl.Episodes.load)")
     return OK
 
@@ -83,7 +84,7 @@ def _options(parser: ArgumentParser) -> None:
     )
     prior_option(parser)
     seed_option(parser, None)
-    run_option(parser)
+    run_option(parser, BESIDE)
 
 
 SIMULATE = Command(

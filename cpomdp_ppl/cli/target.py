@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import shlex
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.errors import CommandError, Interrupted
-from cpomdp_ppl.cli.model import ModelSpec
+from cpomdp_ppl.cli.model import ModelSpec, hash_of
 from cpomdp_ppl.cli.options import shows_progress
 from cpomdp_ppl.cli.plugins import SOLVERS
-from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.cli.policies import Budget, Recipe, recipe
+from cpomdp_ppl.cli.recorded import spec_of
+from cpomdp_ppl.files import DiskFullError, is_disk_full
 from cpomdp_ppl.isolation import fresh_seed
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError, is_disk_full, next_folder, no_space
+from cpomdp_ppl.run_folder import RECORD, RunFolder, RunFolderError, next_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
@@ -33,16 +35,20 @@ class Target:
     Attributes:
         spec: Which model.
         model: It.
-        policy: Who acts.
-        prior: Over contexts, that a solution was learned for; None for the model's.
+        actor: Who acts: how it is made, or it itself.
+        prior: Over contexts, as `--prior` says; or that a solution was learned for; or None for the model's.
+        seed: Of everything random: as it was given, or noted in the folder of `--run`, or fresh.
         folder: Of the run with the solution, if it is one.
+        settings: What decides the results of any command about this.
     """
 
     spec: ModelSpec
     model: CPOMDP
-    policy: Policy
+    actor: Recipe | Policy
     prior: Any
+    seed: int
     folder: RunFolder | None
+    settings: Mapping[str, Any]
 
     @staticmethod
     def of(options: Namespace) -> Target:
@@ -53,14 +59,21 @@ class Target:
         """
         if options.policy is None:
             return Target._of_run(options)
-        if options.other is not None:
+        if options.other is not None or options.other_arguments:
             raise CommandError("--model is for the solution of a run, and does not go with --policy")
+        if (Path(options.target) / RECORD).is_file():
+            raise CommandError(
+                f"{options.target} is a run folder, where its solution acts: for --policy, name the model"
+            )
         spec = ModelSpec.of([options.target, *options.arguments])
-        model = spec.build()
-        made = recipe(options.policy).made(
-            options.policy, model, Budget.of(options, options.seed or 0, shows_progress(options))
-        )
-        return Target(spec, model, made, None, None)
+        settings = {
+            "policy": options.policy,
+            "simulations": options.simulations,
+            "training_episodes": options.training_episodes,
+            "prior": options.prior,
+        }
+        actor, model = recipe(options.policy), spec.build()
+        return Target(spec, model, actor, options.prior, settled_seed(options), None, settings)
 
     @staticmethod
     def _of_run(options: Namespace) -> Target:
@@ -73,19 +86,53 @@ class Target:
                 f"arguments: expected none after a run folder, got {' '.join(options.arguments)}"
             )
         folder = RunFolder.open(options.target, unfinished=options.unfinished)
-        spec = spec_of(folder, options.other)
+        spec = spec_of(folder, options)
         model = spec.build()
         solution = load_solution(folder, model)
-        return Target(spec, model, solution.policy, solution.prior, folder)
+        settings = {
+            "policy": None,
+            "unfinished": not folder.finished,
+            "solution": str(folder.path),
+            "solution_sha256": solution_hash(folder),
+            "prior": options.prior,
+        }
+        prior = solution.prior if options.prior is None else options.prior
+        return Target(spec, model, solution.policy, prior, settled_seed(options), folder, settings)
 
-    def results(self, options: Namespace, command: str, settings: Mapping[str, Any]) -> Results:
-        """Where the results of a command about this go: beside the solution, or to a folder of their own."""
-        if self.folder is not None and options.run is None:
-            seed = fresh_seed(options.seed)
-            return Results(self.folder, command, settings, seed, options, beside=True)
-        if self.folder is not None:
-            settings = {**settings, "solution": str(self.folder.path)}
-        return Results.at(options, command, self.spec, settings)
+    def policy(self, options: Namespace) -> Policy:
+        """Who acts; to make it may take long, so that results should have their place before.
+
+        Raises:
+            CommandError: If something is not installed that it needs.
+        """
+        if not isinstance(self.actor, Recipe):
+            return self.actor
+        budget = Budget.of(options, self.seed, shows_progress(options))
+        return self.actor.made(options.policy, self.model, budget)
+
+    def results(
+        self, options: Namespace, command: str, settings: Mapping[str, Any], outputs: Sequence[str]
+    ) -> Results:
+        """Where the results of a command about this go: beside the solution, or to a folder of their own.
+
+        Args:
+            options: Of the command.
+            command: Its name.
+            settings: Its own; those of the target are added.
+            outputs: All files that it may write, in the folder.
+        """
+        settings = {**self.settings, **settings}
+        if self.folder is None or options.run is not None:
+            return Results.at(options, command, self.spec, settings, outputs, self.seed)
+        self.folder.require_writable()
+        return Results(self.folder, command, settings, self.seed, options, outputs, beside=True)
+
+
+def settled_seed(options: Namespace) -> int:
+    """The seed that was given; or that of the run that `--run` goes on with; or a fresh one."""
+    if options.seed is None and options.run is not None and (Path(options.run) / RECORD).is_file():
+        return RunFolder.open(options.run, unfinished=True).seed
+    return fresh_seed(options.seed)
 
 
 @dataclass(frozen=True)
@@ -98,6 +145,7 @@ class Results:
         settings: Of the command.
         seed: Of everything random: as it was given, or noted in the folder, or fresh.
         options: As they were given.
+        outputs: Files that the command writes anew every time; none if it goes on where it was stopped.
         beside: Whether they are added to the results of another command.
     """
 
@@ -106,11 +154,19 @@ class Results:
     settings: Mapping[str, Any]
     seed: int
     options: Namespace
+    outputs: Sequence[str] = ()
     beside: bool = False
+    _replaced: list[bool] = field(default_factory=list, repr=False)
 
     @staticmethod
     def at(
-        options: Namespace, command: str, spec: ModelSpec, settings: Mapping[str, Any], **further: Any
+        options: Namespace,
+        command: str,
+        spec: ModelSpec,
+        settings: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        seed: int | None = None,
+        **further: Any,
     ) -> Results:
         """A folder of its own: that of `--run`, or the next that is free."""
         place = next_folder(spec.spec, command) if options.run is None else options.run
@@ -118,12 +174,28 @@ class Results:
             place,
             command,
             model=spec.spec,
-            arguments=spec.arguments,
+            arguments=spec.words,
             settings=settings,
-            seed=options.seed,
+            seed=options.seed if seed is None else seed,
+            source=spec.source(),
             **further,
         )
-        return Results(folder, command, settings, folder.seed, options)
+        folder.require_writable()
+        return Results(folder, command, settings, folder.seed, options, outputs)
+
+    def replace(self) -> RunFolder:
+        """Remove what the command wrote here before: results of two runs must not lie side by side.
+
+        To be called when the results are at hand, so that a run that fails leaves the former ones.
+
+        Returns:
+            The folder, to write to.
+        """
+        self._replaced.append(True)
+        if self.beside:
+            self.folder.withdraw(self.command)
+        self.folder.remove(self.outputs)
+        return self.folder
 
     def finish(self) -> None:
         """Note that all is there."""
@@ -133,7 +205,7 @@ class Results:
             self.folder.finish()
 
     def again(self) -> str:
-        """The command line that goes on with this."""
+        """The command line that goes on with this, or begins it again."""
         words = list(self.options.command_line)
         if self.options.run is None and not self.beside:
             words += ["--run", str(self.folder.path)]
@@ -147,32 +219,25 @@ class Results:
         except Interrupted:
             raise
         except KeyboardInterrupt:
-            there = ", ".join(self.folder.contents) or "nothing yet"
-            raise Interrupted(f"stopped; {self.folder.path} has {there}; to go on: {self.again()}") from None
+            raise Interrupted(self._stopped()) from None
         except Exception as error:
             self.folder.discard()
-            if is_disk_full(error) and not isinstance(error, RunFolderError):
-                raise no_space(self.folder.path) from error
+            if is_disk_full(error) and not isinstance(error, RunFolderError | DiskFullError):
+                raise DiskFullError(self.folder.path) from error
             raise
 
+    def _stopped(self) -> str:
+        if not self.outputs:
+            there = ", ".join(self.folder.contents) or "nothing yet"
+            return f"stopped; {self.folder.path} has {there}; to go on: {self.again()}"
+        there = ", ".join(name for name in self.outputs if self.folder.has(name)) if self._replaced else ""
+        what = f"stopped; {self.folder.path} has {there}" if there else "stopped, before anything was written"
+        return f"{what}; to begin again: {self.again()}"
 
-def spec_of(folder: RunFolder, other: list[str] | None = None) -> ModelSpec:
-    """The model of a run; or another that is given, with the run's arguments unless it has its own.
 
-    Raises:
-        RunFolderError: If the run says that its model is in the run folder itself: a folder may come from
-            anywhere, and what is in it is data, never run.
-    """
-    if other is None:
-        spec = replace(ModelSpec.of([folder.record["model"]]), arguments=folder.record["arguments"])
-        if spec.path.resolve().is_relative_to(folder.path.resolve()):
-            raise RunFolderError(
-                f"{folder.path} has its model in itself, {spec.spec}, and no code is run from there: "
-                "if you trust it, say which it is with --model"
-            )
-        return spec
-    spec = ModelSpec.of(other)
-    return spec if spec.arguments else ModelSpec(spec.spec, folder.record["arguments"])
+def solution_hash(folder: RunFolder) -> str:
+    """What tells the solution in a folder from one before or after it."""
+    return hash_of(folder.path / SOLUTION)
 
 
 def load_solution(folder: RunFolder, model: CPOMDP) -> Any:

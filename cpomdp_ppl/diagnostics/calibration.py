@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
-from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import as_backend
@@ -297,6 +297,7 @@ def calibrate(
     num_episodes: int = 2000,
     *,
     believed: CPOMDP | None = None,
+    prior: Sequence[float] | Tensor | None = None,
     num_draws: int = 63,
     bins: int = 16,
     seed: int | None = 0,
@@ -312,11 +313,13 @@ def calibrate(
     random: what is known for sure has uniform ranks.
 
     Args:
-        model: The CPOMDP that the episodes come from; contexts are drawn from its prior.
+        model: The CPOMDP that the episodes come from.
         policy: Who acts. What it never looks at is not tested.
         likelihood: The filter: a backend or its name.
         num_episodes: How many episodes.
         believed: The CPOMDP that the filter goes by, if another: shows what a wrong model does.
+        prior: Over contexts, `[C]`: contexts are drawn from it, and the filter goes by it. Left out, that
+            of each one's model.
         num_draws: How many draws M the truth is ranked among.
         bins: Of histograms and of the reliability diagram.
         seed: Of everything random; None takes fresh entropy. The caller's random number generators, param
@@ -345,7 +348,8 @@ def calibrate(
     require(bins > 1, "bins", bins, "at least 2")
     require_seed(seed)
     backend = as_backend(likelihood)
-    episodes = simulate(model, policy, B, seed=seed_for(seed, 0))
+    given = None if prior is None else one_prior(prior, model)
+    episodes = simulate(model, policy, B, prior=given, seed=seed_for(seed, 0))
     assert episodes.contexts is not None
     with inferring(believed, seed_for(seed, 1)):
         recursion = backend.recursion(believed)
@@ -361,6 +365,7 @@ def calibrate(
                 episodes if size >= B else episodes[i : i + size],
                 {what: at[i : i + size] for what, at in times.items()},
                 M,
+                one_prior(given, believed).to(believed.device),
                 offset=i,
             ).run()
             for i in starts
@@ -547,6 +552,7 @@ class _Chunk:
         episodes: What was done and seen, and what was true.
         times: When to look at what, `[B, K]`.
         num_draws: How many draws M the truth is ranked among.
+        prior: Over contexts, `[C]`.
         offset: Number of the first episode, for messages.
     """
 
@@ -557,6 +563,7 @@ class _Chunk:
         episodes: Episodes,
         times: Mapping[Component, Tensor],
         num_draws: int,
+        prior: Tensor,
         offset: int,
     ) -> None:
         self.recursion = recursion
@@ -565,8 +572,7 @@ class _Chunk:
         self.times = times
         self.M = num_draws
         self.offset = offset
-        model = programs.model
-        self.prior = as_prior(model.prior(), model.num_contexts, len(episodes)).to(model.device)  # [C]
+        self.prior = prior  # [C]
         self.ranks = {
             what: torch.full(at.shape, torch.nan, dtype=torch.float64, device=at.device)
             for what, at in times.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpomdp_ppl.report.numbers import significant
-from cpomdp_ppl.run_folder import FIGURES, RunFolderError
+from cpomdp_ppl.run_files import CALIBRATION, COMPARISON, EVALUATION, GOOD_RHAT, HISTORY, RHAT
+from cpomdp_ppl.run_folder import RunFolderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.run_folder import RunFolder
-
-EVALUATION, COMPARISON, HISTORY, RHAT = "evaluation.json", "comparison.csv", "history.csv", "rhat.csv"
 
 CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Temperature τ"}
 """What is shown of a history, by column."""
@@ -31,19 +29,16 @@ MOST_ROWS = 6
 RHAT_COLUMNS = {"mean": None, "sd": None, "ess_bulk": 0, "ess_tail": 0, "r_hat": 3}
 """What is shown beside the name of a quantity, and with how many decimals, if that matters."""
 
-GOOD_RHAT = 1.01
-"""Chains whose R-hat is below this agree (Vehtari and others, 2021)."""
-
 
 def headline(folder: RunFolder) -> dict[str, Any] | None:
     """What came out: of an evaluation, of a comparison, or of both."""
-    found: dict[str, Any] = {"title": "Results", "tables": []}
+    found: dict[str, Any] = {"tables": []}
     if folder.has(EVALUATION):
         evaluation = folder.read_json(EVALUATION)
         try:
             found["numbers"] = _numbers(evaluation)
             found["tables"].append(_by_context(evaluation["returns_by_context"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunFolderError(f"{folder.path / EVALUATION} is damaged: it is no evaluation") from error
     if folder.has(COMPARISON):
         found["tables"].append({"label": "Comparison of policies", **_table(folder, COMPARISON)})
@@ -78,32 +73,15 @@ def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any]
     ]
     if not series:
         return None
-    return {"iteration": significant(_thinned(values["iteration"], size), 6), "series": series}
+    iteration = significant(_thinned(values["iteration"], size), 6)
+    return {"iteration": iteration, "batches_per_point": size, "series": series}
 
 
-def diagnostics(folder: RunFolder, room: int) -> dict[str, Any] | None:
-    """Figures, and how well chains agree.
-
-    Args:
-        folder: Of the run.
-        room: How many characters the figures may take on the page; those that do not fit are named.
-    """
-    figures, left_out = [], []
-    for name in folder.figures:
-        files = [folder.path / FIGURES / f"{name}.{kind}" for kind in ("svg", "png")]
-        smallest = min((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
-        kind = "svg+xml" if smallest.suffix == ".svg" else "png"
-        # As an image, never as markup: whatever is in the file cannot run.
-        encoded = base64.b64encode(smallest.read_bytes()).decode("ascii")
-        if len(encoded) > room:
-            left_out.append(f"{FIGURES}/{smallest.name}")
-            continue
-        room -= len(encoded)
-        figures.append({"name": name, "source": f"data:image/{kind};base64,{encoded}"})
+def diagnostics(folder: RunFolder) -> dict[str, Any] | None:
+    """How well chains agree, and whether the filter is calibrated."""
     rhat = _rhat(folder) if folder.has(RHAT) else None
-    if not figures and not left_out and rhat is None:
-        return None
-    return {"figures": figures, "left_out": left_out, "rhat": rhat}
+    calibration = _calibration(folder) if folder.has(CALIBRATION) else None
+    return None if rhat is None and calibration is None else {"rhat": rhat, "calibration": calibration}
 
 
 def configuration(folder: RunFolder) -> list[dict[str, Any]]:
@@ -128,29 +106,40 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
     numbers = [
         {
             "name": "Return",
-            "value": f"{returns['mean']:.2f}",
-            "more": f"± {returns['standard_error']:.2f} over {returns['num_episodes']:,} episodes",
+            "value": _fixed(returns["mean"], 2),
+            "more": f"± {_fixed(returns['standard_error'], 2)} (standard error), {_episodes(returns)}",
         },
         {
             "name": "H(C|Y), what is left to find out",
-            "value": f"{left['mean']:.3f}",
-            "more": f"± {left['standard_error']:.3f} bits",
+            "value": _fixed(left["mean"], 3),
+            "more": f"± {_fixed(left['standard_error'], 3)} bits (standard error)",
         },
         {
             "name": "Context identified",
-            "value": f"{100 * evaluation['identified']:.1f} %",
+            "value": "–" if (share := evaluation["identified"]) is None else f"{100 * share:.1f} %",
             "more": "of episodes",
         },
     ]
     regret = evaluation.get("regret")
     if regret is not None:
-        more = f"± {regret['standard_error']:.2f} behind who is told the context"
-        numbers.append({"name": "Regret", "value": f"{regret['mean']:.2f}", "more": more})
+        error = _fixed(regret["standard_error"], 2)
+        more = f"± {error} (standard error) behind who is told the context"
+        numbers.append({"name": "Regret", "value": _fixed(regret["mean"], 2), "more": more})
     seconds = evaluation.get("seconds_per_decision")
     if seconds is not None:
         value = f"{1e3 * seconds:.2g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.2g} µs"
         numbers.append({"name": "A decision takes", "value": value, "more": "of one episode, in batches"})
     return numbers
+
+
+def _fixed(value: float | None, places: int) -> str:
+    """A number, or a dash: of a single episode there is no error."""
+    return "–" if value is None else f"{value:.{places}f}"
+
+
+def _episodes(mean: Mapping[str, Any]) -> str:
+    n = mean["num_episodes"]
+    return f"{n:,} {'episode' if n == 1 else 'episodes'}"
 
 
 def _by_context(means: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,6 +183,32 @@ def _rhat(folder: RunFolder) -> dict[str, Any] | None:
         "rows": [[row[i] for i in shown] for row in known[:MOST_ROWS]],
         "decimals": [RHAT_COLUMNS.get(titles[i]) for i in shown],
         "sentence": sentence,
+    }
+
+
+def _calibration(folder: RunFolder) -> dict[str, Any]:
+    """The verdict, and what it goes by: a row for each quantity that was tested."""
+    found = folder.read_json(CALIBRATION)
+    try:
+        sentence = f"The filter “{found['likelihood']}” is {found['verdict']}."
+        sentence += f" Brier score of contexts {_fixed(found['brier'], 4)}, "
+        sentence += (
+            f"expected {_fixed(found['expected_brier'], 4)}; calibration error {_fixed(found['ece'], 4)}."
+        )
+        rows = [
+            [name, found["num_episodes"][name], p, found["hints"][name]]
+            for name, p in found["p_values"].items()
+        ]
+        calibrated = bool(found["calibrated"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunFolderError(f"{folder.path / CALIBRATION} is damaged: it is no calibration") from error
+    columns, decimals = ["Quantity", "Episodes", "p", "Found"], [None, None, 4, None]
+    return {
+        "sentence": sentence,
+        "calibrated": calibrated,
+        "columns": columns,
+        "rows": rows,
+        "decimals": decimals,
     }
 
 

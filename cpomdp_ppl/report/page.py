@@ -15,6 +15,8 @@ from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
+from cpomdp_ppl.report.lived import lived
+from cpomdp_ppl.report.pictures import SOLUTION, pictures
 from cpomdp_ppl.report.recording import record
 from cpomdp_ppl.run_folder import RunFolder, versions
 
@@ -45,6 +47,7 @@ def write_report(
     *,
     model: CPOMDP,
     policy: PolicyLike | None = None,
+    policy_name: str | None = None,
     output: str | os.PathLike[str] | None = None,
     likelihood: str | Backend = "smc",
     num_episodes: int = 12,
@@ -62,6 +65,7 @@ def write_report(
         folder: Of the run.
         model: The CPOMDP that the run was about.
         policy: Who acts in the episodes to step through.
+        policy_name: What to call it on the page.
         output: Where to write the page; `report.html` in the folder if left out.
         likelihood: The filter whose beliefs are shown: a backend or its name.
         num_episodes: How many episodes to play, contexts balanced; fewer are kept if the page gets too large.
@@ -92,6 +96,8 @@ def write_report(
     data = _frame(opened, model)
     data["headline"] = headline(opened)
     data["convergence"] = convergence(opened, _known_return(model, prior))
+    data["lived"] = lived(opened)
+    data["diagnostics"] = diagnostics(opened)
     data["configuration"] = configuration(opened)
     room = LARGEST - len(page(data))
     if policy is not None:
@@ -106,12 +112,17 @@ def write_report(
             progress=progress,
         )
         data["player"] = recording.as_dict()
+        data["played_by"] = policy_name
         share = FIGURES_SHARE if opened.figures else 0
         while len(_json(data["player"])) > room - share and len(recording.episodes) > 1:
             recording = recording.first(len(recording.episodes) // 2)
             data["player"] = recording.as_dict()
         room -= len(_json(data["player"]))
-    data["diagnostics"] = diagnostics(opened, room - 50_000)  # the rest is for tables
+    # What a solution's figure shows is on the page already, where there are both.
+    shown = data["convergence"] is not None and policy is not None
+    data["pictures"] = pictures(
+        opened, room - 10_000, {SOLUTION} if shown else ()
+    )  # the rest is for captions
     text = page(data)
     path = opened.path / REPORT if output is None else Path(output)
     opened.write(str(path.absolute()), lambda file: _write(file, text))

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpomdp_ppl.files import write_whole
 from examples import paper
 from examples.paper import figures, pool
-from examples.paper.comparison import Comparison, as_csv, as_markdown
+from examples.paper.comparison import LEVEL, Comparison, as_csv, as_markdown
 from examples.paper.parts import Part, parts
 from examples.paper.sizes import FULL, QUICK, Sizes
-from examples.paper.tasks import Store, Task, distinct, source_hash
-from solvers.checkpoint import write
+from examples.paper.tasks import Store, Task, distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 TASKS, TABLE, TIMES = "tasks", "comparison", "times.csv"
 INTERRUPTED = 130
 
 NOTE = """\
 “±” is the standard error of ours; the paper does not say what its own is. A difference is clear if its 95 %
-interval leaves out zero, by Student's t, as few seeds do not know their spread well. Entropies are by the
-most exact filter there is; in Figure 3, by the learner's own. Figure 3 shows C-IDS as it explores, and RDPG
-as it would play for good. An episode is one trajectory: the paper speaks of 10,000 episodes of training and
-of 200 trajectories in an iteration, and does not say whether the one counts the other."""
+interval leaves out zero, by Student's t, as few seeds do not know their spread well; two may look alike by
+luck, and the interval is then too short. The paper's numbers are taken as exact, since nobody can tell how
+far chance has moved them: a clear difference from one is from the number as printed. {judged} differences
+are judged here, each by itself: if there were none at all, about {by_chance:.1f} of them would look clear
+by chance, and some have fits or episodes in common. Variance ratios are compared seed by seed on the same
+episodes, other learners as independent of each other. Entropies are by the most exact filter there is; in
+Figure 3, by the learner's own. Figure 3 shows C-IDS as it explores, and RDPG as it would play for good. An
+episode is one trajectory: the paper speaks of 10,000 episodes of training and of 200 trajectories in an
+iteration, and does not say whether the one counts the other."""
 
 SMALL = (
     "**These sizes are for a quick look: learners stop early, planners think little. They settle nothing.**"
@@ -55,7 +61,7 @@ def reproduce(
         The exit code: 0, 1 if a task failed, or 130 if Ctrl-C was pressed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    store = Store(folder / TASKS, source_hash())
+    store = Store.of_this_code(folder / TASKS)
     every = parts(sizes)
     tasks = wanted(every, only, store.source)
     progress(f"{done(tasks, store)} of {len(tasks)} tasks are finished; working in {folder}")
@@ -68,11 +74,47 @@ def reproduce(
             "the same command goes on from there"
         )
         return INTERRUPTED
-    for name, reason in failures.items():
-        print(f"\n{name} failed:\n{reason}", file=sys.stderr)
+    for reason in dict.fromkeys(failures.values()):  # which may be the same for many
+        names = "; ".join(name for name, its in failures.items() if its == reason)
+        print(f"\n{names} failed:\n{reason}", file=sys.stderr)
     if failures:
-        progress(f"{len(failures)} tasks failed; the same command tries them again, and no others")
+        progress(unsuccessful(tasks, failures, store))
+    if left_over := store.unused(wanted(every, (), store.source)):
+        progress(
+            f"{megabytes(left_over)} in {counted(len(left_over), 'folder')} of {store.folder} are of other "
+            "code or sizes, and nobody's now; --clean deletes them"
+        )
     return 1 if failures else 0
+
+
+def unsuccessful(tasks: Sequence[Task], failures: Mapping[str, str], store: Store) -> str:
+    """How many tasks failed, and how many could not be begun for that."""
+    waiting = len(tasks) - done(tasks, store) - len(failures)
+    text = f"{counted(len(failures), 'task')} failed"
+    if waiting:
+        text += f", and {waiting} more could not be begun, for want of what failed"
+    return f"{text}; the same command tries what is not finished, and nothing else"
+
+
+def clean(sizes: Sizes, folder: Path) -> str:
+    """Delete the folders of tasks that are of other code or sizes; how much that was."""
+    store = Store.of_this_code(folder / TASKS)
+    left_over = store.unused(wanted(parts(sizes), (), store.source))
+    size = megabytes(left_over)
+    for place in left_over:
+        shutil.rmtree(place)
+    return f"deleted {size} in {counted(len(left_over), 'folder')} of {store.folder}"
+
+
+def megabytes(folders: Sequence[Path]) -> str:
+    """How much is in them."""
+    size = sum(file.lstat().st_size for place in folders for file in place.rglob("*") if not file.is_dir())
+    return f"{size / 1e6:.1f} MB"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def wanted(every: Sequence[Part], only: Sequence[str], source: str) -> list[Task]:
@@ -88,7 +130,7 @@ def done(tasks: Sequence[Task], store: Store) -> int:
 def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
     """Write table and figures of all parts that are complete; the table, in words and numbers."""
     rows: list[Comparison] = []
-    sentences, missing = [], []
+    sentences, missing, judged = [], [], 0
     seconds: dict[str, float] = {}
     for part in parts(sizes):
         tasks = distinct(part.tasks, store.source)
@@ -97,7 +139,10 @@ def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
             continue
         outcome = part.conclude(store.result)
         rows += outcome.rows
-        sentences += [row.sentence() for row in outcome.rows if row.paper is not None] + [*outcome.sentences]
+        differences = [row.sentence() for row in outcome.rows if row.paper is not None]
+        differences += outcome.differences
+        judged += len(differences)
+        sentences += [*differences, *outcome.sentences]
         for name, figure in outcome.figures:
             figures.save(figure, folder, name)
         seconds |= {task.name: store.seconds(task) for task in tasks}
@@ -107,7 +152,8 @@ def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
     used = "Sizes: " + ", ".join(f"{name} {size:,}" for name, size in asdict(sizes).items()) + "."
     warning = [] if sizes == FULL else [SMALL]
     head = ["# The paper and ours", *warning, as_markdown(rows)]
-    text = "\n\n".join([*head, "\n".join(lines), NOTE, used.replace("_", " ")]) + "\n"
+    note = NOTE.format(judged=judged, by_chance=(1 - LEVEL) * judged)
+    text = "\n\n".join([*head, "\n".join(lines), note, used.replace("_", " ")]) + "\n"
     _write(folder / f"{TABLE}.md", text)
     _write(folder / f"{TABLE}.csv", as_csv(rows))
     _write(folder / TIMES, "task,seconds\n" + "".join(f'"{name}",{s:.1f}\n' for name, s in seconds.items()))
@@ -118,12 +164,12 @@ def _write(path: Path, text: str) -> None:
     def save(file: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
-    write(path, save)
+    write_whole(path, save)
 
 
 def listing(sizes: Sizes, folder: Path, only: Sequence[str]) -> str:
     """Parts and tasks, which are finished, and about how long the others take."""
-    store = Store(folder / TASKS, source_hash())
+    store = Store.of_this_code(folder / TASKS)
     lines = []
     for part in parts(sizes):
         if only and part.name not in only:
@@ -161,10 +207,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=positive, default=2, help="processes (2)")
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="delete what other code or sizes left here, and do nothing else",
+    )
     options = parser.parse_args(arguments)
     sizes, folder = (QUICK, options.out / "quick") if options.quick else (FULL, options.out / "full")
     if options.list:
         print(listing(sizes, folder, options.only))
+        return 0
+    if options.clean:
+        print(clean(sizes, folder))
         return 0
     return reproduce(
         sizes,

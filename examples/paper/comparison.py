@@ -5,14 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from scipy.stats import t as student  # type: ignore[import-untyped]
+
+from cpomdp_ppl.evaluation import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from examples.paper.published import Published
 
@@ -26,6 +31,61 @@ BETTER = {"return": 1, "entropy": -1}
 """Which way is better."""
 
 
+@dataclass(frozen=True, eq=False)
+class Played:
+    """What fits of a learner, one for each seed, came to on the same episodes.
+
+    Seed i gets in episode j what seeds get on average, what is its own, what is the episode's luck, and what
+    is the luck of both together, `x_ij = μ_c + a_i + b_j + e_ij`; c is the episode's context, and how many
+    there are of each is no matter of chance.
+
+    Attributes:
+        values: `[n, N]`, by seed and episode.
+        contexts: `[N]`.
+    """
+
+    values: NDArray[np.float64]
+    contexts: NDArray[np.int64]
+
+    def __sub__(self, other: Played) -> Played:
+        """The difference of two learners, seed by seed and episode by episode."""
+        return Played(self.values - other.values, self.contexts)
+
+    def pairs_with(self, other: Played) -> bool:
+        """Whether these are the same seeds on the same episodes."""
+        same = self.values.shape == other.values.shape
+        return same and bool((self.contexts == other.contexts).all())
+
+    def mean(self) -> tuple[float, float, float]:
+        """The mean, its standard error, and the degrees of freedom of that.
+
+        The mean over seeds has in every episode the variance `σ_b² + σ_e² / n`, and seeds' means have
+        `σ_a² + σ_e² / N`. The mean's is `σ_a² / n + σ_b² / N + σ_e² / (n N)`: the sum of the former over N
+        and the latter over n, less the last term, which both have.
+        """
+        x, c = self.values, self.contexts
+        n, N = x.shape
+        of_episodes = Mean.of(torch.from_numpy(x.mean(0)), torch.from_numpy(c)).standard_error ** 2
+        parts = [(of_episodes, float(N - len(np.unique(c))))]
+        if n > 1:
+            twice, freedom = self._both()
+            of_seeds = float(x.mean(1).var(ddof=1)) / n
+            if of_seeds > twice:  # or seeds are more alike than luck makes them, and add nothing
+                parts += [(of_seeds, n - 1.0), (-twice, freedom)]
+        return float(x.mean()), *welch(parts)
+
+    def _both(self) -> tuple[float, float]:
+        """`σ_e² / (n N)` from what is left of each context's episodes, and its degrees of freedom."""
+        n, N = self.values.shape
+        squares, freedom = 0.0, 0
+        for c in np.unique(self.contexts):
+            x = self.values[:, self.contexts == c]
+            rest = x - x.mean(0) - x.mean(1, keepdims=True) + x.mean()
+            squares += float((rest**2).sum())
+            freedom += (n - 1) * (x.shape[1] - 1)
+        return squares / max(freedom, 1) / (n * N), float(max(freedom, 1))
+
+
 @dataclass(frozen=True)
 class Measured:
     """A number of ours.
@@ -37,6 +97,7 @@ class Measured:
         over_seeds: Standard deviation of what single fits come to; None if there is only one.
         num_seeds: How many fits, or 1 for what is not learned.
         num_episodes: How many episodes each was judged by.
+        played: What each came to in each episode, where seeds are judged by the same ones.
     """
 
     mean: float
@@ -45,22 +106,18 @@ class Measured:
     over_seeds: float | None
     num_seeds: int
     num_episodes: int
+    played: Played | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of_evaluations(results: Sequence[Mapping[str, Any]], quantity: str) -> Measured:
-        """Of one policy, or of the same learner with several seeds.
-
-        Seeds are judged by the same episodes, so that their luck does not average out: the squared error of
-        the mean is that of a single evaluation, on average, and the variance between seeds over their number.
-        """
-        each = [result[QUANTITIES[quantity]] for result in results]
-        means = np.array([one["mean"] for one in each])
-        n, N = len(means), int(each[0]["num_episodes"])
-        shared = float(np.mean([one["standard_error"] ** 2 for one in each]))
-        over_seeds = float(means.std(ddof=1)) if n > 1 else None
-        parts = [(shared, N - 1)] + ([] if over_seeds is None else [(over_seeds**2 / n, n - 1)])
-        error, freedom = welch(parts)
-        return Measured(float(means.mean()), error, freedom, over_seeds, n, N)
+        """Of one policy, or of the same learner with several seeds, all judged by the same episodes."""
+        each = [result["each"] for result in results]
+        played = Played(
+            np.array([one[QUANTITIES[quantity]] for one in each], dtype=float), np.array(each[0]["contexts"])
+        )
+        n, N = played.values.shape
+        over_seeds = float(played.values.mean(1).std(ddof=1)) if n > 1 else None
+        return Measured(*played.mean(), over_seeds, n, N, played)
 
     @staticmethod
     def of_seeds(values: Sequence[float], num_episodes: int) -> Measured:
@@ -72,20 +129,26 @@ class Measured:
         return Measured(float(numbers.mean()), error, n - 1, over_seeds, n, int(num_episodes))
 
     def minus(self, other: Measured) -> tuple[float, float, float]:
-        """A difference, its standard error, and the degrees of freedom of that."""
+        """A difference, its standard error, and the degrees of freedom of that.
+
+        If the same seeds were judged by the same episodes, differences are taken one by one, as both have
+        part of their luck in common; otherwise the two are taken for independent.
+        """
+        if self.played is not None and other.played is not None and self.played.pairs_with(other.played):
+            return (self.played - other.played).mean()
         error, freedom = welch([(each.standard_error**2, each.freedom) for each in (self, other)])
         return self.mean - other.mean, error, freedom
 
 
 def welch(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Standard error of a sum from the variances of its terms and their degrees of freedom, and its own.
+    """Standard error from variances that add up to its square, with their degrees of freedom; and its own.
 
     The degrees of freedom are Welch's and Satterthwaite's, `(Σ v)² / Σ v² / ν`.
     """
     total = sum(v for v, _ in variances)
     if not total > 0:  # nothing varies, or nobody knows
         return math.sqrt(total), math.inf
-    return math.sqrt(total), total**2 / sum(v**2 / nu for v, nu in variances if v > 0)
+    return math.sqrt(total), total**2 / sum(v**2 / nu for v, nu in variances if v != 0)
 
 
 def reach(error: float, freedom: float) -> float:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, TRUTH
-from solvers.checkpoint import write
+from cpomdp_ppl.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,15 +28,16 @@ COLOUR = {
 }
 """The same for everybody everywhere."""
 
-POINTS = 60  # of a curve, at least, that averaging over neighbours leaves different
+WINDOW = 1000
+"""Episodes of learning that a point of a curve is the mean over, whoever learns, and for however long."""
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as PNG and SVG, the same bytes for the same figure."""
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with mpl.rc_context({"svg.hashsalt": name}):
-        write(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
-        write(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
+        write_whole(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
+        write_whole(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
     return paths
 
 
@@ -51,8 +52,8 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     for name, fits in curves.items():
         best = fits[0]["best_return"]
         episodes = np.array(fits[0]["episodes"], dtype=float)
-        returns = np.array([smoothed(fit["return"]) for fit in fits])  # [seeds, points]
-        entropies = np.array([smoothed(fit["entropy"]) for fit in fits])
+        returns = np.array([smoothed(fit, "return") for fit in fits])  # [seeds, points]
+        entropies = np.array([smoothed(fit, "entropy") for fit in fits])
         for axis, values in zip(axes, (returns, entropies, best - returns), strict=True):
             mean, sd = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
             axis.plot(episodes, mean, color=COLOUR[name], lw=1.6, label=f"{name}, {len(fits)} seeds")
@@ -63,7 +64,7 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         axis.set(title=label, xlabel="episodes learned from", xscale="log")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_xlabel("episodes learned from; bands are the s.d. over seeds")
+    axes[1].set_xlabel(f"episodes learned from; means over the last {WINDOW:,}; bands: s.d. over seeds")
     axes[1].set_ylim(bottom=0.0)
     axes[2].set_ylim(bottom=0.0)
     legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -71,11 +72,19 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     return figure
 
 
-def smoothed(values: Sequence[float]) -> Any:
-    """Means over up to a sixtieth of the curve before each value; what was not measured is left out."""
-    width = max(1, len(values) // POINTS)
-    x = np.array(values, dtype=float)
-    return np.array([np.nanmean(x[max(0, k + 1 - width) : k + 1]) for k in range(len(x))])
+def smoothed(curve: Mapping[str, Any], quantity: str) -> Any:
+    """At every point of a curve, the mean over the last `WINDOW` episodes; what was not measured is left out.
+
+    Args:
+        curve: Outcome of a fit: `"episodes"` learned from, which rise, and what was measured after them.
+        quantity: Which.
+    """
+    episodes, values = (np.array(curve[name], dtype=float) for name in ("episodes", quantity))
+    known = np.isfinite(values)
+    sums, counts = (np.append(0.0, np.cumsum(x)) for x in (np.where(known, values, 0.0), known))
+    first = np.searchsorted(episodes, episodes - WINDOW, side="right")
+    count = counts[1:] - counts[first]
+    return np.where(count > 0, sums[1:] - sums[first], np.nan) / np.maximum(count, 1)
 
 
 def variance_ratios(entropy: Mapping[str, Measured], returns: Mapping[str, Measured]) -> Figure:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RATIOS = {"4:1": 4.0, "8:1": 8.0, "16:1": 16.0}
 PAPER_RATIO = "8:1"
 COMMIT = ("right", "left")  # into the light, in either context
-LAST = 20  # iterations, or points of a curve, that count as its end
+LAST = 20  # iterations that count as the end of a fit of C-IDS
 HORIZON = 20
 
 INFORMATION, PRINTED, CRITIC = (
@@ -43,11 +43,13 @@ class Outcome:
 
     Attributes:
         rows: Of the table that sets the paper beside ours.
+        differences: Whether other differences are clear, each in a sentence.
         sentences: What else can be said about what the paper says.
         figures: By the names of their files.
     """
 
     rows: tuple[Comparison, ...] = ()
+    differences: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
     figures: tuple[tuple[str, Figure], ...] = ()
 
@@ -206,7 +208,7 @@ def table(sizes: Sizes, fits: Mapping[str, tuple[Task, ...]]) -> Part:
                 paper = published(IN_PAPER.get(name), quantity, PUBLISHED)
                 compared.append(Comparison(name, quantity, paper, ours, "Table 1"))
             notes += [f"{name}: tuned to {each['note']}." for each in results if each["note"]]
-        return Outcome(tuple(compared), tuple(notes))
+        return Outcome(tuple(compared), sentences=tuple(notes))
 
     return Part(
         "table1", "Table 1: who earns what", tuple(t for each in rows.values() for t in each), conclude
@@ -225,7 +227,8 @@ def convergence(fits: Mapping[str, tuple[Task, ...]]) -> Part:
                 ours = Measured.of_seeds(ends, sum(np.diff(curves[name][0]["episodes"], prepend=0)[-LAST:]))
                 paper = published("C-IDS", quantity, CONVERGED)
                 rows.append(Comparison(name, quantity, paper, ours, "Figure 3, end of learning"))
-        return Outcome(tuple(rows), tuple(speeds(curves)), (("figure3", figures.convergence(curves)),))
+        figure = figures.convergence(curves)
+        return Outcome(tuple(rows), tuple(speeds(curves)), figures=(("figure3", figure),))
 
     tasks = tuple(task for each in fits.values() for task in each)
     return Part("figure3", "Figure 3: return, entropy and regret while learning", tasks, conclude)
@@ -238,7 +241,8 @@ def speeds(curves: Mapping[str, list[dict[str, Any]]]) -> list[str]:
         name: Measured.of_seeds([regret_at(c, episodes) for c in fits], 1) for name, fits in curves.items()
     }
     return [
-        f"After {episodes:,} episodes of learning, {contrast('regret', (name, each), (RDPG, regret[RDPG]))}. "
+        f"After {episodes:,} episodes of learning, and on average over the last {figures.WINDOW:,} of them, "
+        f"{contrast('regret', (name, each), (RDPG, regret[RDPG]))}. "
         "The paper has C-IDS converge faster (Figure 3)."
         for name, each in regret.items()
         if name != RDPG
@@ -246,9 +250,9 @@ def speeds(curves: Mapping[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def regret_at(curve: Mapping[str, Any], episodes: int) -> float:
-    """Regret after so many episodes, of a curve that has been smoothed."""
+    """Regret after so many episodes, on average over the last `figures.WINDOW` of them."""
     reached = int(np.searchsorted(curve["episodes"], episodes, side="right")) - 1
-    return float(curve["best_return"] - figures.smoothed(curve["return"])[max(reached, 0)])
+    return float(curve["best_return"] - figures.smoothed(curve, "return")[max(reached, 0)])
 
 
 def ratios(sizes: Sizes) -> Part:
@@ -282,13 +286,13 @@ def ratios(sizes: Sizes) -> Part:
             for ratio, ours in each.items()
         ]
         says = {"entropy": "fall", "return": "rise"}
-        sentences = [
+        differences = [
             trend(quantity, before, after) + f" The paper has it {says[quantity]} (Figure 4)."
             for quantity, each in measured.items()
             for before, after in pairwise(each.items())
         ]
         figure = figures.variance_ratios(measured["entropy"], measured["return"])
-        return Outcome(tuple(rows), tuple(sentences), (("figure4", figure),))
+        return Outcome(tuple(rows), tuple(differences), figures=(("figure4", figure),))
 
     every = tuple(task for each in tasks.values() for task in each)
     return Part("figure4", "Figure 4: entropy and return by variance ratio", every, conclude)
@@ -313,7 +317,8 @@ def trajectories(sizes: Sizes, fits: Mapping[str, tuple[Task, ...]]) -> Part:
             + (f" The paper's goes {says[name]} in both (appendix)." if name in says else "")
             for name, each in played.items()
         ]
-        return Outcome((), tuple(sentences), (("figure5", figures.policies(played, INFORMATION)),))
+        figure = figures.policies(played, INFORMATION)
+        return Outcome(sentences=tuple(sentences), figures=(("figure5", figure),))
 
     title = "Figure 5: where policies go in either context"
     return Part("figure5", title, tuple(tasks.values()), conclude)
@@ -351,15 +356,26 @@ def line_grid(sizes: Sizes) -> Part:
         (fits[0],),
         1.0,
     )
+    planned = Task("plan the line grid exactly", work.plan_exactly, model)
 
     def conclude(result: Callable[[Task], dict[str, Any]]) -> Outcome:
         results = [result(task) for task in judged]
-        rows = [
-            Comparison(name, quantity, None, Measured.of_evaluations(results, quantity), "Figure 1")
-            for quantity in ("return", "entropy")
-        ]
-        best = result(fits[0])["best_return"]
-        sentence = f"{name}: told the context, the return is {best:.3f}. The paper prints no numbers."
-        return Outcome(tuple(rows), (sentence,), (("line_grid", figures.line_grid(result(shown))),))
+        measured = {q: Measured.of_evaluations(results, q) for q in ("return", "entropy")}
+        rows = [Comparison(name, quantity, None, ours, "Figure 1") for quantity, ours in measured.items()]
+        best, told = result(planned), result(fits[0])["best_return"]
+        sentence = optimality(name, measured["return"], best, told)
+        figure = figures.line_grid(result(shown))
+        return Outcome(tuple(rows), sentences=(sentence,), figures=(("line_grid", figure),))
 
-    return Part("line-grid", "Figure 1: the line grid", (*fits, *judged, shown), conclude)
+    return Part("line-grid", "Figure 1: the line grid", (*fits, *judged, shown, planned), conclude)
+
+
+def optimality(name: str, ours: Measured, best: Mapping[str, float], told: float) -> str:
+    """How much a policy earns of what can be earned."""
+    most = best["return"]
+    return (
+        f"{name}: the return is {ours.mean:.3f} ± {ours.standard_error:.3f}, and the most that any policy "
+        f"can have is {most:.3f}, by exact planning: {ours.mean / most:.1%} ± "
+        f"{ours.standard_error / most:.1%} of it. Who earns the most is left with {best['entropy']:.3f} "
+        f"bits; told the context, the return is {told:.3f}. The paper prints no numbers."
+    )

@@ -59,6 +59,7 @@ class Agenda:
         self.store = store
         self.progress = progress
         unfinished = [task for task in tasks if not store.finished(task)]
+        self.unfinished = {task.key(store.source) for task in unfinished}
         self.waiting = sorted(unfinished, key=lambda task: -task.seconds)
         self.left = len(self.waiting)
         self.failures: dict[str, str] = {}
@@ -66,13 +67,14 @@ class Agenda:
     def next(self) -> Task | None:
         """The longest task whose needs are met, taken off the list."""
         for task in self.waiting:
-            if all(self.store.finished(need) for need in task.needs):
+            if not any(need.key(self.store.source) in self.unfinished for need in task.needs):
                 self.waiting.remove(task)
                 return task
         return None
 
     def done(self, task: Task, seconds: float) -> None:
         """Take note that a task is over."""
+        self.unfinished.remove(task.key(self.store.source))
         self.left -= 1
         self.progress(f"{task.name}: {seconds:.0f} s; {self.left} left")
 
@@ -120,7 +122,11 @@ class Worker:
         return Worker(process, ours)
 
     def begin(self, task: Task) -> None:
-        """Set it to work."""
+        """Set it to work.
+
+        Raises:
+            ConnectionError: If the process is gone.
+        """
         self.connection.send(task)
         self.task = task
 
@@ -137,10 +143,7 @@ def _run_in_processes(agenda: Agenda, store: Store, workers: int) -> None:
         while True:
             idle = [worker for worker in pool if worker.task is None]
             while (idle or len(pool) < workers) and (task := agenda.next()) is not None:
-                if not idle:
-                    idle = [Worker.started(store)]
-                    pool += idle
-                idle.pop().begin(task)
+                _hand_over(task, pool, idle, store)
             busy = {worker.connection: worker for worker in pool if worker.task is not None}
             if not busy:
                 return
@@ -149,6 +152,24 @@ def _run_in_processes(agenda: Agenda, store: Store, workers: int) -> None:
     finally:
         for worker in pool:
             worker.stop()
+
+
+def _hand_over(task: Task, pool: list[Worker], idle: list[Worker], store: Store) -> None:
+    """Give a task to one of those with nothing to do, or else to a new one."""
+    while idle:
+        worker = idle.pop()
+        try:
+            worker.begin(task)
+        except ConnectionError:  # it has ended since its last task: no fault of this one's
+            _strike_off(pool, worker)
+        else:
+            return
+    worker = Worker.started(store)
+    pool.append(worker)
+    try:
+        worker.begin(task)
+    except ConnectionError:  # it cannot even start: heard of, as one that ended at its task
+        worker.task = task
 
 
 def _hear(pool: list[Worker], worker: Worker, agenda: Agenda) -> None:
@@ -160,13 +181,17 @@ def _hear(pool: list[Worker], worker: Worker, agenda: Agenda) -> None:
     except (EOFError, ConnectionError):
         worker.process.join()
         agenda.failed(task, f"its process ended with exit code {worker.process.exitcode}")
-        pool.remove(worker)
-        worker.stop()
+        _strike_off(pool, worker)
         return
     if reason is None:
         agenda.done(task, seconds)
     else:
         agenda.failed(task, reason)
+
+
+def _strike_off(pool: list[Worker], worker: Worker) -> None:
+    pool.remove(worker)
+    worker.stop()
 
 
 def serve(tasks: Connection, store: Store) -> None:

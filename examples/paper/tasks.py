@@ -8,16 +8,18 @@ import importlib.metadata
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from examples.paper import work
-from solvers.checkpoint import load_json, save_json
+from solvers.checkpoint import CheckpointError, load_json, save_json
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("torch", "pyro-ppl", "numpy", "pomdp-py")
+KEPT = re.compile(r"-[0-9a-f]{12}$")  # how the name of a task's folder ends
 RESULT, SECONDS, DESCRIPTION = "result.json", "seconds.json", "task.json"
 
 Work: TypeAlias = Callable[[Mapping[str, Any], Path, Sequence[Path]], dict[str, Any]]
@@ -49,6 +51,10 @@ class Task:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
+class ChangedCodeError(RuntimeError):
+    """The code is not what it was when the run began."""
+
+
 def source_hash(start: Path = Path(work.__file__), root: Path = ROOT) -> str:
     """A hash of the code that outcomes depend on, and of the versions of what it stands on.
 
@@ -56,8 +62,13 @@ def source_hash(start: Path = Path(work.__file__), root: Path = ROOT) -> str:
         start: The module that does the work.
         root: What it imports from below here, however deep, counts as well.
     """
+    return hash_of(reached(start, root), root)
+
+
+def hash_of(files: Iterable[Path], root: Path) -> str:
+    """A hash of files, and of the versions of libraries."""
     digest = hashlib.sha256()
-    for path in sorted(reached(start, root)):
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     for library in LIBRARIES:
         try:
@@ -104,10 +115,19 @@ class Store:
     Attributes:
         folder: Of all of them.
         source: Hash of the code; other code has other folders.
+        again: Reads that hash once more, as it is by now; None if nothing can have changed it.
     """
 
     folder: Path
     source: str
+    again: Callable[[], str] | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of_this_code(folder: Path) -> Store:
+        """For outcomes of the code that is there now."""
+        files = tuple(sorted(reached(Path(work.__file__), ROOT)))
+        again = partial(hash_of, files, ROOT)  # which files these are cannot change unless one of them does
+        return Store(folder, again(), again)
 
     def place(self, task: Task) -> Path:
         """The task's folder."""
@@ -115,8 +135,12 @@ class Store:
         return self.folder / f"{readable}-{task.key(self.source)}"
 
     def finished(self, task: Task) -> bool:
-        """Whether there is an outcome."""
-        return (self.place(task) / RESULT).is_file()
+        """Whether there is an outcome that can be read; one that is damaged is as good as none."""
+        try:
+            self.result(task), self.seconds(task)
+        except (OSError, CheckpointError, KeyError, TypeError, ValueError):
+            return False
+        return True
 
     def result(self, task: Task) -> dict[str, Any]:
         """The outcome."""
@@ -127,16 +151,36 @@ class Store:
         return float(load_json(self.place(task) / SECONDS)["seconds"])
 
     def carry_out(self, task: Task) -> float:
-        """Do it, and keep the outcome; the seconds it took."""
+        """Do it, and keep the outcome; the seconds it took.
+
+        Raises:
+            ChangedCodeError: If the outcome would be of other code than its folder's name says.
+        """
+        self.require_same_code()  # which this process may have imported long after the run began
         place = self.place(task)
         place.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         result = task.work(task.settings, place, [self.place(need) for need in task.needs])
         seconds = time.perf_counter() - began
+        self.require_same_code()  # some of which is imported late
         save_json(place / DESCRIPTION, {"name": task.name, "settings": dict(task.settings)})
         save_json(place / SECONDS, {"seconds": seconds})
         save_json(place / RESULT, result)  # the last, as it says that all the rest is there
         return seconds
+
+    def require_same_code(self) -> None:
+        """Raise if the code has changed since the store was made."""
+        if self.again is not None and self.again() != self.source:
+            raise ChangedCodeError(
+                "the code has changed since the run began, and what it comes to would be taken for the old "
+                "code's; the same command begins again with the new code"
+            )
+
+    def unused(self, tasks: Iterable[Task]) -> list[Path]:
+        """Folders of tasks that are not among these: of other code, mostly."""
+        used = {self.place(task).name for task in tasks}
+        kept = [place for place in self.folder.glob("*") if place.is_dir() and KEPT.search(place.name)]
+        return sorted(place for place in kept if place.name not in used)
 
 
 def distinct(tasks: Sequence[Task], source: str) -> list[Task]:

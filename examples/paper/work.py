@@ -5,6 +5,7 @@ Every function takes settings, a folder of its own, and the folders of the tasks
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from baselines.pft import PFT
 from baselines.qmdp import QMDP
 from baselines.simple import Always, ApproachObserveCommit, ContextKnown
 from cpomdp_ppl import RandomPolicy, evaluate, models, simulate
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.evaluation import most_exact
+from cpomdp_ppl.inference.backend import Backend
 from cpomdp_ppl.isolation import isolated, seed_for
-from solvers import cids
+from solvers import cids, exact
 from solvers.checkpoint import load_tensors, save_tensors
 from solvers.estimators import ActorCritic, Reinforce
 from solvers.objectives import Information, Variational
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl import CPOMDP, Episodes
+    from cpomdp_ppl.inference.backend import Recursion
+    from cpomdp_ppl.inference.filtering import Filtering
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
 
@@ -114,15 +119,67 @@ def best_return(model: CPOMDP) -> float:
 
 
 def evaluate_policy(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
-    """What a policy earns and finds out."""
+    """What a policy earns and finds out, on average and in each episode."""
     model = make_model(settings)
     policy, note = make_policy(model, settings["policy"], needs)
     num_episodes = settings["episodes"]
+    likelihood = Remembering(most_exact(model))
     result = evaluate(
-        model, policy, num_episodes, told=isinstance(policy, ContextKnown), batch_size=num_episodes, seed=0
+        model,
+        policy,
+        num_episodes,
+        likelihood=likelihood,
+        told=isinstance(policy, ContextKnown),
+        batch_size=num_episodes,  # all at once: they are remembered in their order
+        seed=0,
     ).as_dict()
     del result["seconds_per_decision"]  # it would be another one the next time
-    return {**result, "note": note}
+    episodes, filtering = likelihood.last
+    assert episodes.contexts is not None
+    assert episodes.returns is not None
+    each = {
+        "contexts": episodes.contexts.tolist(),
+        "returns": episodes.returns.tolist(),
+        "entropy": entropy(filtering.posterior()[:, -1], "bits").tolist(),
+    }
+    return {**result, "likelihood": likelihood.backend.name, "each": each, "note": note}
+
+
+class Remembering(Backend):
+    """A backend that remembers the episodes it was last given, of which `evaluate` tells averages alone.
+
+    Args:
+        backend: Which does the work.
+
+    Attributes:
+        last: Episodes, and what was found.
+    """
+
+    name = "remembering"
+    last: tuple[Episodes, Filtering]
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def recursion(self, model: CPOMDP) -> Recursion:
+        """The other's."""
+        return self.backend.recursion(model)
+
+    def run(
+        self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
+    ) -> Filtering:
+        """What the other finds."""
+        filtering = self.backend.run(model, episodes, seed=seed, moments=moments)
+        self.last = episodes, filtering
+        return filtering
+
+
+def plan_exactly(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+    """The most that any policy can earn in a finite model, and how uncertain it then leaves the context."""
+    model = make_model(settings)
+    best = exact.plan(model)
+    left = float(entropy(best.prior, "bits")) - best.information / math.log(2)
+    return {"return": best.expected_return, "entropy": left}
 
 
 def play(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import pyro.distributions as dist
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, evaluate
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
@@ -27,6 +28,9 @@ def browser(tmp_path_factory):
         pytest.skip(missing)
     with Chromium(path, tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
+
+
+LONG = "WWWW measure the magnetometer’s offset again and then wait for the other one"
 
 
 def report(path, model, policy=None, *, results=True, **settings):
@@ -50,7 +54,8 @@ def light_dark(tmp_path_factory):
         p = torch.tensor([0.1, 0.2, 0.7] if history.time < 8 else [0.05, 0.9, 0.05])
         return dist.Categorical(probs=p.expand(history.num_episodes, 3))
 
-    return report(tmp_path_factory.mktemp("reports") / "light dark", LightDark(), look_then_go, seed=2)
+    place = tmp_path_factory.mktemp("reports") / "light dark"
+    return report(place, LightDark(), look_then_go, policy_name="look, then go", seed=2)
 
 
 @pytest.fixture
@@ -84,6 +89,7 @@ def test_it_draws_everything_and_loads_nothing(page, light_dark, tmp_path):
     assert cells == ["b", "7", "1.500", "a", "401", "1.000"]
     assert page.requests == [light_dark.absolute().as_uri()]
     assert text(page, "h1") == "LightDark"
+    assert text(page, "#player h2") == "Episodes played by look, then go"
     assert page.evaluate("document.querySelectorAll('#convergence svg path').length") >= 2
     shot = tmp_path / "report.png"
     page.screenshot(shot)
@@ -221,6 +227,101 @@ def test_other_models(browser, tmp_path, model):
         browser.press("Home")
         headings = browser.evaluate("[...document.querySelectorAll('.why th')].map((e) => e.textContent)")
         assert "Policy" not in headings
+    assert browser.complaints == []
+
+
+def test_the_number_above_a_curve_is_its_end(page):
+    """Returns rise by 0.1 from 0.1 to 4; the thick line ends with the mean of the last three."""
+    assert text(page, "#convergence figcaption span") == "3.9 at the end"
+    assert "Thin: each batch. Thick" in text(page, "#convergence .note")
+    assert "the 5 iterations around" in text(page, "#convergence .note")
+    assert (
+        page.evaluate("[...document.querySelectorAll('#convergence text')].at(-1).textContent") == "iteration"
+    )
+
+
+OUTSIDE = """[...document.querySelectorAll('#picture text')].filter((each) => {
+  const mine = each.getBoundingClientRect(), all = document.querySelector('#player').getBoundingClientRect();
+  return mine.left < all.left + 2 || mine.right > all.right - 2;
+}).map((each) => each.firstChild.textContent)"""
+
+
+def test_long_names_and_wide_tables(browser, tmp_path):
+    """Labels stay inside the card, names do not tower, and a table that is cut says so."""
+
+    class Wordy(LineGrid):
+        actions = (LONG, "WWWWWWWWWWWWWW", "right")
+
+    browser.complaints.clear()
+    folder = tmp_path / "run"
+    report(folder, Wordy(horizon=3), RandomPolicy(3))
+    columns = {f"column {k}": [1.25, 2.5] for k in range(9)}
+    RunFolder.open(folder).write_table("comparison.csv", columns)
+    file = write_report(folder, model=Wordy(horizon=3), policy=RandomPolicy(3), num_episodes=2)
+    for width in (400, 1280):
+        browser.open(file, width=width)
+        assert browser.evaluate(OUTSIDE) == []
+        labels = browser.evaluate(
+            "[...document.querySelectorAll('#picture text')].map((e) => e.firstChild.data)"
+        )
+        assert any(label.endswith("…") and label.startswith("WWWW") for label in labels)
+        assert browser.evaluate("document.querySelector('#why tr').offsetHeight") < 70
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    hidden = "[...document.querySelectorAll('#headline .scroll-hint')].map((each) => each.hidden)"
+    assert browser.evaluate(hidden) == [True, True]  # there is room enough
+    browser.open(file, width=400)
+    assert browser.evaluate(hidden) == [True, False]
+    last = "[...document.querySelectorAll('#headline .scroll')].at(-1)"
+    assert browser.evaluate(f"{last}.classList.contains('more')")
+    browser.evaluate(f"{last}.scrollLeft = 1e5")
+    browser.settle()
+    assert not browser.evaluate(f"{last}.classList.contains('more')")  # there is no more
+    assert browser.complaints == []
+
+
+def test_a_single_context(browser, tmp_path):
+    """There is nothing to compare it with."""
+
+    class Sure(LineGrid):
+        contexts = ("detector right",)
+
+        def prior(self):
+            return torch.ones(1)
+
+        def context_known_return(self):
+            return None
+
+    browser.complaints.clear()
+    browser.open(report(tmp_path / "run", Sure(horizon=3), RandomPolicy(3), results=False))
+    assert "context" not in text(browser, "#said")
+    assert text(browser, "#belief li").endswith("100\u00a0%")
+    assert browser.complaints == []
+
+
+def test_every_section(browser, tmp_path):
+    """Calibration, Algorithm 1 and figures of one's own, in words and numbers."""
+    browser.complaints.clear()
+    folder = tmp_path / "run"
+    report(folder, LineGrid())
+    opened = RunFolder.open(folder)
+    lived = {"episode": [1, 2], "played": [True, True], "return": [1.0, 2.5], "entropy_nats": [0.5, 0.0]}
+    opened.write_table("algorithm_1.csv", {"true_context": ["a", "a"], **lived, "P(a)": [0.5, 1.0]})
+    tests = {"p_values": {"contexts": 1e-7}, "num_episodes": {"contexts": 9}, "hints": {"contexts": "uneven"}}
+    scores = {"brier": 0.25, "expected_brier": 0.2, "ece": 0.1}
+    verdict = {"likelihood": "smc", "calibrated": False, "verdict": "not calibrated: contexts (uneven)"}
+    opened.write_json("calibration.json", {**verdict, **tests, **scores})
+    figure = Figure()
+    figure.subplots().plot([0, 1])
+    opened.write_figure("mine", figure)
+    browser.open(write_report(folder, model=LineGrid()))
+    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
+    assert sections == ["headline", "lived", "convergence", "diagnostics", "others", "configuration"]
+    assert text(browser, "#diagnostics p.warning").startswith("The filter “smc” is not calibrated: contexts")
+    cells = browser.evaluate("[...document.querySelectorAll('#diagnostics tr td')].map((e) => e.textContent)")
+    assert cells[:4] == ["contexts", "9", "<\u00a00.0001", "uneven"]
+    cells = browser.evaluate("[...document.querySelectorAll('#lived td')].map((each) => each.textContent)")
+    assert cells == ["1", "1", "1.00", "0.721", "0.500", "2", "1", "2.50", "0.000", "1.000"]
+    browser.wait("document.querySelector('#others img').naturalWidth > 100")
     assert browser.complaints == []
 
 

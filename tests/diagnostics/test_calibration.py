@@ -51,6 +51,18 @@ def test_exact_filters_are_calibrated(model, likelihood):
     assert calibration.contexts.brier == pytest.approx(calibration.contexts.expected_brier, abs=0.03)
 
 
+def test_a_prior_of_ones_own_is_drawn_from_and_believed():
+    given = calibrate(LineGrid(), RandomPolicy(3), "exact", 1000, prior=(0.95, 0.05))
+    assert_calibrated(given)
+    often = float((given.contexts.contexts == 0).double().mean())
+    assert abs(often - 0.95) < 4 * (0.95 * 0.05 / 1000) ** 0.5  # four standard errors
+    # What was believed of contexts before anything is seen decides: with the model's own it is another.
+    own = calibrate(LineGrid(), RandomPolicy(3), "exact", 1000)
+    assert given.contexts.brier < own.contexts.brier / 2
+    with pytest.raises(ValueError, match="prior: expected"):
+        calibrate(LineGrid(), RandomPolicy(3), "exact", 10, prior=(0.5, 0.25, 0.25))
+
+
 @pytest.mark.parametrize(
     ("model", "likelihood"),
     [

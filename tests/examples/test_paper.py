@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,19 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from scipy.stats import ttest_ind_from_stats
+from scipy.stats import ttest_ind_from_stats, ttest_rel
 
 from baselines import rdpg
-from cpomdp_ppl.models import LightDark
+from cpomdp_ppl import RandomPolicy, evaluate
+from cpomdp_ppl.models import LightDark, LineGrid
+from examples.paper import __main__ as command
+from examples.paper import figures, pool, work
 from examples.paper import parts as plan
-from examples.paper import pool, work
 from examples.paper.__main__ import main, reproduce
-from examples.paper.comparison import Comparison, Measured, as_csv, as_markdown, contrast, trend
+from examples.paper.comparison import Comparison, Measured, Played, as_csv, as_markdown, contrast, trend
 from examples.paper.published import PUBLISHED, Published
 from examples.paper.sizes import FULL, QUICK
-from examples.paper.tasks import Store, Task, distinct, source_hash
+from examples.paper.tasks import ChangedCodeError, Store, Task, distinct, source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(QUICK, grid_seeds=1, grid_iterations=30, batch_size=20, episodes=40, trajectories=2)
@@ -60,6 +64,11 @@ def die_once(settings, folder, needs):
         mark.touch()
         os._exit(9)
     return add(settings, folder, needs)
+
+
+def change_code(settings, folder, needs):
+    Path(settings["code"]).write_text("x = 2\n")
+    return {}
 
 
 def tree(log, second=add):
@@ -140,6 +149,31 @@ def test_the_hash_is_of_the_code(tmp_path):
     assert source_hash(start, tmp_path) == first
 
 
+def test_outcomes_of_code_that_has_changed_are_not_kept(tmp_path):
+    code = tmp_path / "code.py"
+    code.write_text("x = 1\n")
+    store = Store(tmp_path / "tasks", "x = 1\n", code.read_text)
+    first, second, changing = (
+        Task(name, kind, {"number": 1, "log": str(tmp_path), "code": str(code), "name": name})
+        for name, kind in (("first", add), ("second", add), ("changing", change_code))
+    )
+    store.carry_out(first)
+    with pytest.raises(ChangedCodeError, match="the code has changed since the run began"):
+        store.carry_out(changing)  # while it is at work
+    with pytest.raises(ChangedCodeError):
+        store.carry_out(second)  # before it begins
+    assert logged(tmp_path) == ["1"]
+    assert [store.finished(task) for task in (first, second, changing)] == [True, False, False]
+
+
+def test_a_store_of_this_code_notices_a_change(tmp_path):
+    store = Store.of_this_code(tmp_path)
+    assert store.source == source_hash()
+    store.require_same_code()
+    with pytest.raises(ChangedCodeError):
+        replace(store, source="other").require_same_code()
+
+
 def test_finished_tasks_are_not_run_again(tmp_path):
     tasks, last = tree(tmp_path)
     store = Store(tmp_path / "tasks", "code")
@@ -183,6 +217,41 @@ def test_a_process_that_dies_is_a_failure_and_another_takes_its_place(tmp_path):
     assert logged(tmp_path) == ["2"]
     assert pool.run([after, dying], store, 1, silent) == {}
     assert logged(tmp_path) == ["1", "2"]
+
+
+def test_a_process_that_died_with_nothing_to_do_is_replaced(tmp_path):
+    first = Task("first", add, {"number": 1, "log": str(tmp_path)}, seconds=9)
+    after = Task("after", add, {"number": 2, "log": str(tmp_path)}, (first,))
+    store = Store(tmp_path / "tasks", "code")
+    killed = []
+
+    def kill_the_idle(line):
+        for process in [] if killed else multiprocessing.active_children():
+            killed.append(line)
+            process.kill()
+            process.join()
+
+    agenda = pool.Agenda([first, after], store, kill_the_idle)
+    pool._run_in_processes(agenda, store, 1)
+    assert killed[0].startswith("first:")
+    assert agenda.failures == {}
+    assert store.result(after) == {"sum": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("result.json", '{"sum": '), ("result.json", "[]"), ("seconds.json", ""), ("seconds.json", "{}")],
+)
+def test_a_damaged_outcome_is_as_good_as_none(tmp_path, name, content):
+    tasks, last = tree(tmp_path)
+    store = Store(tmp_path / "tasks", "code")
+    pool.run(tasks, store, 1, silent)
+    (store.place(tasks[1]) / name).write_text(content)
+    assert [store.finished(task) for task in tasks] == [True, False, True, True]
+    assert pool.run(tasks, store, 1, silent) == {}
+    assert logged(tmp_path) == ["1", "1", "2", "3", "4"]
+    assert store.seconds(tasks[1]) >= 0
+    assert store.result(last) == {"sum": 6}
 
 
 # Stopping, and going on
@@ -288,26 +357,66 @@ def test_clear_is_what_the_t_test_of_welch_finds(second):
     assert clear[bool(test.pvalue < 0.05)] in contrast("return", ("A", one), ("B", other))
 
 
+def result_of(returns, contexts=None):
+    """An evaluation in which these were the returns."""
+    contexts = [0] * len(returns) if contexts is None else contexts
+    return {"each": {"contexts": list(contexts), "returns": list(returns), "entropy": [0.5] * len(returns)}}
+
+
 def test_seeds_share_their_episodes():
-    results = [
-        {"returns": {"mean": mean, "standard_error": 0.3, "num_episodes": 500}} for mean in (10.0, 12.0)
-    ]
+    luck = np.tile([-6.0, 6.0], 200)  # of the same episodes, for both
+    results = [result_of(mean + luck) for mean in (10.0, 12.0)]
     ours = Measured.of_evaluations(results, "return")
-    assert (ours.mean, ours.num_seeds, ours.num_episodes) == (11.0, 2, 500)
+    assert (ours.mean, ours.num_seeds, ours.num_episodes) == (11.0, 2, 400)
     assert ours.over_seeds == pytest.approx(2**0.5)
-    assert ours.standard_error == pytest.approx((0.09 + 2 / 2) ** 0.5)
+    assert ours.standard_error == pytest.approx((36 / 399 + 2 / 2) ** 0.5)
     single = Measured.of_evaluations(results[:1], "return")
-    assert (single.standard_error, single.freedom, single.over_seeds) == (
-        pytest.approx(0.3),
-        pytest.approx(499),
-        None,
+    assert single.standard_error == pytest.approx((36 / 399) ** 0.5)
+    assert (single.freedom, single.over_seeds) == (pytest.approx(399), None)
+
+
+def test_what_contexts_are_worth_is_no_error():
+    contexts = np.tile([0, 1], 50)
+    values = np.where(contexts == 0, 3.0, 17.0)
+    ours = Measured.of_evaluations([result_of(values, contexts)], "return")
+    assert (ours.mean, ours.standard_error) == (10.0, 0.0)
+
+
+@pytest.mark.parametrize("together", [1.0, 100.0])
+def test_the_error_of_a_mean_over_seeds_and_episodes(together):
+    n, N, repeats = 4, 50, 800
+    random = np.random.default_rng(0)
+    seeds, episodes, both = (
+        random.normal(size=(repeats, *shape)) * variance**0.5
+        for shape, variance in (((n, 1), 8.0), ((1, N), 4.0), ((n, N), together))
     )
+    contexts = np.tile([0, 1], N // 2)
+    found = np.array([Played(x, contexts).mean() for x in 20 * contexts + seeds + episodes + both])
+    truth = 8 / n + 4 / N + together / (n * N)
+    # The variance of so many means has a relative standard error of 0.05, and so have estimates of three
+    # degrees of freedom one of 0.03; they are 1 % too large, as none is below what the episodes make it.
+    assert found[:, 0].var() == pytest.approx(truth, rel=0.2)
+    assert (found[:, 1] ** 2).mean() == pytest.approx(truth, rel=0.12)
+
+
+@pytest.mark.parametrize("second", [10.2, 10.6, 11.0, 12.0])
+def test_the_same_seeds_on_the_same_episodes_are_compared_one_by_one(second):
+    luck = np.random.default_rng(1).normal(size=60) * 8
+    first_seeds, second_seeds = [4.0, 10.0, 16.0], [second - 6.3, second + 0.1, second + 6.2]
+    one, other = (
+        Measured.of_evaluations([result_of(seed + luck) for seed in seeds], "return")
+        for seeds in (first_seeds, second_seeds)
+    )
+    clear = bool(ttest_rel(second_seeds, first_seeds).pvalue < 0.05)
+    words = {True: "rises", False: "does not clearly change"}
+    assert words[clear] in trend("return", ("4:1", one), ("8:1", other))
+    fewer = Measured.of_evaluations([result_of(seed + luck) for seed in second_seeds[:2]], "return")
+    assert fewer.minus(one)[1] > 3  # not the same seeds: no luck is known to be shared
 
 
 def fake(task):
     """Outcomes as tasks have them, of a world in which all is as it is in the paper, or nearly."""
-    mean = {"standard_error": 0.1, "deviation": 8.0, "num_episodes": task.settings.get("episodes", 0)}
-    return {"returns": {"mean": 10.5, **mean}, "entropy": {"mean": 0.5, **mean}, "note": ""}
+    return {**result_of(10.5 + np.tile([-1.0, 1.0], task.settings["episodes"] // 2)), "note": ""}
 
 
 def test_the_table_has_all_that_the_paper_prints():
@@ -317,7 +426,7 @@ def test_the_table_has_all_that_the_paper_prints():
     text = as_markdown(rows).splitlines()
     assert len(text) == len(rows) + 2
     assert (
-        "| C-IDS, information | return | 10.572 ± 1.345 | 10.500 ± 0.100 | s.d. 0.000 of 5 | -0.072 |"
+        "| C-IDS, information | return | 10.572 ± 1.345 | 10.500 ± 0.016 | s.d. 0.000 of 5 | -0.072 |"
         in text[2]
     )
     table = list(csv.DictReader(as_csv(rows).splitlines()))
@@ -342,11 +451,11 @@ def test_figure_3_needs_no_fits_of_its_own():
         }
 
     outcome = part.conclude(curve)
-    assert len(outcome.sentences) == 3
-    # Of the last points of smoothed curves, 9.9 and 19.8 below 18, and half of 0.01 for the seeds.
+    assert len(outcome.differences) == 3
+    # The last ten points are 18.9 and 9.45 on average, and half of 0.01 for the seeds.
     assert (
-        "the regret of C-IDS, information is lower than that of RDPG-RNN (-1.805 and 8.095"
-        in outcome.sentences[0]
+        "After 10,000 episodes of learning, and on average over the last 1,000 of them, the regret of "
+        "C-IDS, information is lower than that of RDPG-RNN (-0.905 and 8.545" in outcome.differences[0]
     )
     ends = [row.ours for row in outcome.rows if row.quantity == "return"]
     assert ends[0].mean == pytest.approx(0.2 * 89.5 + 0.005)  # of the last twenty
@@ -354,7 +463,55 @@ def test_figure_3_needs_no_fits_of_its_own():
     assert len(outcome.figures[0][1].axes) == 3
 
 
+def test_regret_is_over_as_many_episodes_for_everybody():
+    def curve(episodes, step):
+        after = range(step, episodes + 1, step)
+        returns = [(k - 1) // 1000 for k in after]  # one for every thousand episodes
+        return {"episodes": list(after), "return": returns, "best_return": 20.0}
+
+    often, seldom, long = curve(10_000, 200), curve(10_000, 500), curve(800_000, 200)
+    for at in (1000, 4000, 10_000):
+        assert [plan.regret_at(c, at) for c in (often, seldom, long)] == [20 - (at // 1000 - 1)] * 3
+
+
+def test_curves_leave_out_what_was_not_measured():
+    curve = {"episodes": [500, 1000, 1500, 2000, 4000], "entropy": [math.nan, 1.0, 0.5, math.nan, math.nan]}
+    np.testing.assert_allclose(figures.smoothed(curve, "entropy"), [math.nan, 1.0, 0.75, 0.5, math.nan])
+
+
 # Work
+
+
+def test_every_episode_that_is_averaged_is_kept(tmp_path):
+    settings = {"model": "LineGrid", "arguments": {}, "policy": {"kind": "random"}, "episodes": 60}
+    result = work.evaluate_policy(settings, tmp_path, ())
+    expected = evaluate(LineGrid(), RandomPolicy(3), 60, seed=0)
+    assert result["returns"]["mean"] == expected.returns.mean
+    assert result["likelihood"] == expected.likelihood
+    each = result["each"]
+    assert np.mean(each["returns"]) == pytest.approx(expected.returns.mean)
+    assert np.mean(each["entropy"]) == pytest.approx(expected.entropy.mean)
+    right = [r for c, r in zip(each["contexts"], each["returns"], strict=True) if c == 0]
+    assert np.mean(right) == pytest.approx(expected.returns_by_context["detector right"].mean)
+    ours = Measured.of_evaluations([result], "return")
+    assert ours.standard_error == pytest.approx(expected.returns.standard_error)
+
+
+def test_the_most_that_the_line_grid_has(tmp_path):
+    def worth(ahead, looks):
+        """With so many more reports for one side than for the other; an end is three steps away."""
+        p = 0.85**ahead / (0.85**ahead + 0.15**ahead)
+        commit = max(20 * p - 40 * (1 - p), 20 * (1 - p) - 40 * p, 0.0)
+        if looks == 0:
+            return commit
+        up = 0.85 * p + 0.15 * (1 - p)
+        return max(commit, up * worth(ahead + 1, looks - 1) + (1 - up) * worth(ahead - 1, looks - 1))
+
+    best = work.plan_exactly({"model": "LineGrid", "arguments": {}}, tmp_path, ())
+    assert best["return"] == pytest.approx(worth(0, 6))
+    assert 0 < best["entropy"] < 0.2
+    ours = Measured(0.9 * best["return"], 0.01 * best["return"], 10, None, 1, 100)
+    assert "by exact planning: 90.0% ± 1.0% of it" in plan.optimality("C-IDS", ours, best, 20.0)
 
 
 def test_rdpg_is_fitted_as_it_always_is(tmp_path):
@@ -384,6 +541,57 @@ def test_the_list(tmp_path, capsys):
     assert "fit RDPG-RNN, seed 1: about" in listed
     assert "table1" not in listed
     assert not list(tmp_path.iterdir())
+
+
+def one_part(monkeypatch, tasks, outcome=None):
+    part = plan.Part("all", "All", tuple(tasks), lambda result: outcome or plan.Outcome())
+    monkeypatch.setattr(command, "parts", lambda sizes: [part])
+
+
+def test_what_failed_and_what_needs_it_is_counted_and_tried_again(tmp_path, monkeypatch, capsys):
+    tasks, _ = tree(tmp_path, fail_once)
+    one_part(monkeypatch, tasks)
+    lines = []
+    assert reproduce(QUICK, tmp_path, workers=1, progress=lines.append) == 1
+    assert lines[-1] == (
+        "1 task failed, and 1 more could not be begun, for want of what failed; "
+        "the same command tries what is not finished, and nothing else"
+    )
+    assert "task 2 failed" in capsys.readouterr().err
+    assert reproduce(QUICK, tmp_path, workers=1, progress=lines.append) == 0
+    assert logged(tmp_path) == ["1", "2", "3", "4"]
+
+
+def test_the_note_says_how_many_differences_are_judged(tmp_path, monkeypatch):
+    row = Comparison("C-IDS", "return", PUBLISHED[0], measured(10.0, 0.1), "Table 1")
+    ours = replace(row, paper=None)
+    one_part(monkeypatch, [], plan.Outcome((row, row, ours), ("It rises.",), ("It is so.",)))
+    assert reproduce(QUICK, tmp_path, workers=1, progress=silent) == 0
+    text = (tmp_path / TABLES[0]).read_text()
+    words = " ".join(text.split())
+    assert "\n- It rises.\n- It is so.\n" in text
+    assert "3 differences are judged here" in words
+    assert "about 0.2 of them would look clear by chance" in words  # 5 % of three
+
+
+def test_what_other_code_left_is_counted_and_cleaned(tmp_path, monkeypatch, capsys):
+    tasks, _ = tree(tmp_path)
+    one_part(monkeypatch, tasks)
+    folder = tmp_path / "quick"
+    pool.run(tasks, Store(folder / "tasks", "old code"), 1, silent)
+    (folder / "tasks" / "my notes").mkdir()
+    lines = []
+    assert reproduce(QUICK, folder, workers=1, progress=lines.append) == 0
+    assert "MB in 4 folders of" in lines[-1]
+    assert "--clean deletes them" in lines[-1]
+    assert main(["--quick", "--clean", "--out", str(tmp_path)]) == 0
+    assert "deleted 0.0 MB in 4 folders" in capsys.readouterr().out
+    names = sorted(place.name[:6] for place in (folder / "tasks").iterdir())
+    assert names == ["my not", "task_1", "task_2", "task_3", "task_4"]
+    lines.clear()
+    assert reproduce(QUICK, folder, workers=1, progress=lines.append) == 0
+    assert logged(tmp_path) == sorted(["1", "2", "3", "4"] * 2)  # ours are still there
+    assert not any("--clean" in line for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [["--only", "figure9"], ["--workers", "0"], ["--workers", "two"]])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -73,6 +74,39 @@ HISTORY = {
 }
 
 
+CALIBRATION = {
+    "likelihood": "smc",
+    "calibrated": False,
+    "verdict": "not calibrated: contexts (over-confident)",
+    "p_values": {"contexts": 0.002, "observations: z": None},
+    "num_episodes": {"contexts": 40, "observations: z": 0},
+    "hints": {"contexts": "over-confident", "observations: z": "never seen"},
+    "brier": 0.31,
+    "expected_brier": 0.2,
+    "ece": None,
+}
+
+# Two runs; the second is settled after its first episode.
+LIVED = {
+    "run": [0, 0, 1, 1],
+    "true_context": ["a", "a", "b", "b"],
+    "episode": [1, 2, 1, 2],
+    "played": [True, True, True, False],
+    "return": [1.0, 5.0, 3.0, None],
+    "entropy_nats": [math.log(2), 0.0, math.log(2) / 2, math.log(2) / 2],
+    "regret": [4.0, 0.0, 2.0, None],
+    "P(a)": [0.5, 1.0, 0.25, 0.25],
+    "P(b)": [0.5, 0.0, 0.75, 0.75],
+}
+
+
+def draw(folder, *names):
+    figure = Figure()
+    figure.subplots().plot([0, 1])
+    for name in names:
+        folder.write_figure(name, figure)
+
+
 @pytest.fixture
 def full(tmp_path):
     """A folder with everything in it."""
@@ -84,9 +118,9 @@ def full(tmp_path):
         "rhat.csv",
         {"quantity": ["a", "b", "c"], "hdi_3%": [0, 0, 0], "sd": [1, 2, 3], "r_hat": [1.001, 1.2, None]},
     )
-    figure = Figure()
-    figure.subplots().plot([0, 1])
-    folder.write_figure("contexts", figure)
+    folder.write_json("calibration.json", CALIBRATION)
+    folder.write_table("algorithm_1.csv", LIVED)
+    draw(folder, "contexts")
     folder.add("evaluate", settings={"num_episodes": 50}, seed=0)
     folder.finish()
     return folder
@@ -112,7 +146,7 @@ def test_everything_is_on_the_page(full):
     assert entropy["values"] == [0.9, None, 0.4]
     assert data["diagnostics"]["rhat"]["rows"] == [["b", 2, 1.2], ["a", 1, 1.001]]
     assert "1.200 at most; 1 of 2 are" in data["diagnostics"]["rhat"]["sentence"]
-    (figure,) = data["diagnostics"]["figures"]
+    (figure,) = data["pictures"]["diagnostics"]["shown"]
     kind, encoded = re.fullmatch(r"data:image/(svg\+xml|png);base64,(.*)", figure["source"]).groups()
     suffix = {"svg+xml": "svg", "png": "png"}[kind]
     assert base64.b64decode(encoded) == (full.path / "figures" / f"contexts.{suffix}").read_bytes()
@@ -130,6 +164,8 @@ PARTS = {
     "comparison.csv": "comparison",
     "history.csv": "convergence",
     "rhat.csv": "rhat",
+    "calibration.json": "calibration",
+    "algorithm_1.csv": "lived",
     "figures/contexts.svg": "figures",
 }
 
@@ -145,7 +181,9 @@ def test_what_is_missing_is_left_out(full, missing):
         "comparison": any("policy" in table["columns"] for table in data["headline"]["tables"]),
         "convergence": "convergence" in data,
         "rhat": data["diagnostics"]["rhat"] is not None,
-        "figures": bool(data["diagnostics"]["figures"]),
+        "calibration": data["diagnostics"]["calibration"] is not None,
+        "lived": "lived" in data,
+        "figures": bool(data["pictures"]),
     }
     assert there == {name: name != PARTS[missing] for name in PARTS.values()}
 
@@ -153,7 +191,8 @@ def test_what_is_missing_is_left_out(full, missing):
 def test_an_empty_run_has_its_configuration_alone(tmp_path):
     new_run(tmp_path / "run").finish()
     data = written(tmp_path / "run").data
-    assert not {"headline", "player", "convergence", "diagnostics"} & set(data)
+    assert not {"headline", "player", "lived", "convergence", "diagnostics"} & set(data)
+    assert data["pictures"] == {}
     assert [part["title"] for part in data["configuration"]] == ["Run", "Settings", "Versions"]
 
 
@@ -216,7 +255,7 @@ def test_a_page_that_would_be_too_large(full, monkeypatch):
     assert len(written(full.path, **settings).data["player"]["action"]) == 8
     module = write_report.__globals__
     alone = write_report(full.path, model=LineGrid()).read_text(encoding="utf-8")
-    (figure,) = Parsed(alone).data["diagnostics"]["figures"]
+    (figure,) = Parsed(alone).data["pictures"]["diagnostics"]["shown"]
     largest = len(alone) - len(figure["source"]) + 8_000
     monkeypatch.setitem(module, "FIGURES_SHARE", 0)
     monkeypatch.setitem(module, "LARGEST", largest)
@@ -225,14 +264,97 @@ def test_a_page_that_would_be_too_large(full, monkeypatch):
     assert len(text) <= largest
     data = Parsed(text).data
     assert 1 <= len(data["player"]["action"]) < 8
-    assert data["diagnostics"]["figures"] == []
-    assert data["diagnostics"]["left_out"][0].startswith("figures/contexts.")
+    assert data["pictures"]["diagnostics"]["shown"] == []
+    assert data["pictures"]["diagnostics"]["left_out"][0].startswith("figures/contexts.")
+
+
+def test_an_evaluation_of_one_episode_has_no_errors(full):
+    """A single episode has no standard error, which is no damage."""
+    full.write_json("evaluation.json", evaluate(LineGrid(), RandomPolicy(3), 1, seed=0).as_dict())
+    assert json.loads((full.path / "evaluation.json").read_text())["returns"]["standard_error"] is None
+    numbers = {each["name"]: each["more"] for each in written(full.path).data["headline"]["numbers"]}
+    assert numbers["Return"] == "± – (standard error), 1 episode"
+    assert numbers["Regret"].startswith("± – ")
+
+
+def test_calibration_in_words(full):
+    found = written(full.path).data["diagnostics"]["calibration"]
+    assert found["sentence"] == (
+        "The filter “smc” is not calibrated: contexts (over-confident)."
+        " Brier score of contexts 0.3100, expected 0.2000; calibration error –."
+    )
+    assert found["rows"] == [
+        ["contexts", 40, 0.002, "over-confident"],
+        ["observations: z", 0, None, "never seen"],
+    ]
+    assert found["calibrated"] is False
+    (full.path / "calibration.json").write_text('{"verdict": 3}')
+    with pytest.raises(RunFolderError, match=r"calibration\.json is damaged"):
+        write_report(full.path, model=LineGrid())
+
+
+def test_algorithm_1_by_episode(full):
+    """Returns and regret are means over runs that played, beliefs over all."""
+    found = written(full.path).data["lived"]
+    assert found["columns"] == [
+        "Episode", "Runs", "Return", "Standard error", "Regret", "H(C|history), bits", "P(true context)",
+    ]  # fmt: skip
+    # Returns 1 and 3 have a deviation of √2, over two runs: an error of 1.
+    assert found["rows"] == [[1, 2, 2.0, 1.0, 3.0, 0.75, 0.625], [2, 1, 5.0, None, 0.0, 0.25, 0.875]]
+    assert found["sentence"] == (
+        "After 2 episodes, 0.250 bits are open on average, and the true context is held 87.5 % likely."
+    )
+    sure = {**LIVED, "P(a)": [0.5, 0.99999, 0.0, 0.0], "P(b)": [0.5, 0.0, 1.0, 1.0]}
+    full.write_table("algorithm_1.csv", sure)
+    assert written(full.path).data["lived"]["sentence"].endswith("held more than 99.9 % likely.")
+    unknown = {**LIVED, "true_context": [None] * 4}
+    full.write_table("algorithm_1.csv", {name: unknown[name] for name in unknown if name != "regret"})
+    found = written(full.path).data["lived"]
+    assert found["columns"] == ["Episode", "Runs", "Return", "Standard error", "H(C|history), bits"]
+    assert found["sentence"] == "After 2 episodes, 0.250 bits are open on average."
+    full.write_table("algorithm_1.csv", {"episode": [1]})
+    with pytest.raises(RunFolderError, match=r"algorithm_1\.csv is damaged"):
+        write_report(full.path, model=LineGrid())
+
+
+def test_many_episodes_of_algorithm_1_are_thinned(full):
+    n = 101
+    once = {name: [column[0]] * n for name, column in LIVED.items()}
+    full.write_table("algorithm_1.csv", {**once, "episode": range(1, n + 1)})
+    found = written(full.path).data["lived"]
+    episodes = [row[0] for row in found["rows"]]
+    assert len(episodes) == 20
+    assert (episodes[0], episodes[-1]) == (1, n)
+    assert found["sentence"].endswith(" 20 of the episodes:")
+
+
+def test_figures_are_where_they_belong(full):
+    """What a solution's figure shows is on the page already, if there are a history and episodes."""
+    draw(full, "solution", "algorithm_1", "mine")
+
+    def names(**settings):
+        shown = written(full.path, **settings).data["pictures"]
+        return {place: [figure["name"] for figure in found["shown"]] for place, found in shown.items()}
+
+    elsewhere = {"diagnostics": ["contexts"], "lived": ["algorithm_1"], "others": ["mine"]}
+    assert names(policy=RandomPolicy(3)) == elsewhere
+    assert names() == {**elsewhere, "convergence": ["solution"]}
+    (figure,) = written(full.path).data["pictures"]["lived"]["shown"]
+    assert "two standard errors" in figure["note"]
+
+
+def test_who_plays_is_named(full):
+    """Episodes may be another's than those that were judged."""
+    assert written(full.path, policy=RandomPolicy(3), policy_name="qmdp").data["played_by"] == "qmdp"
+    assert "played_by" not in written(full.path, policy=RandomPolicy(3)).data
+    assert "played_by" not in written(full.path, policy_name="qmdp").data  # nobody does
 
 
 def test_long_histories_are_thinned_to_means(full):
     n = 1200
     full.write_table("history.csv", {"iteration": range(1, n + 1), "return": [k % 3 for k in range(n)]})
     curves = written(full.path).data["convergence"]
+    assert curves["batches_per_point"] == 3
     assert len(curves["iteration"]) == 400
     assert curves["iteration"][:2] == [2, 5]
     assert set(curves["series"][0]["values"]) == {1.0}

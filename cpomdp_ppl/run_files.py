@@ -1,0 +1,22 @@
+"""What files of a run folder are called, for those who write them and those who read them."""
+
+EVALUATION = "evaluation.json"
+"""What a policy earns and finds out."""
+
+COMPARISON = "comparison.csv"
+"""Policies side by side."""
+
+HISTORY = "history.csv"
+"""What a fit measured, by iteration."""
+
+RHAT = "rhat.csv"
+"""ArviZ's summary of contexts and states, a row for each."""
+
+CALIBRATION = "calibration.json"
+"""Whether the truth looks like a draw from the posteriors."""
+
+LIVED = "algorithm_1"
+"""Episode after episode in the same context: `.csv`, `.nc` and a figure of this name."""
+
+GOOD_RHAT = 1.01
+"""Chains whose R-hat is above disagree (Vehtari et al., 2021): the filter has too few particles."""
