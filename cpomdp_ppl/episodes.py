@@ -20,8 +20,6 @@ from cpomdp_ppl.signature import Leaf, ObservationSite, signature
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import ArrayLike
 
     from cpomdp_ppl.model import CPOMDP
