@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
@@ -20,6 +19,8 @@ from cpomdp_ppl.signature import Leaf, ObservationSite, signature
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import ArrayLike
 
     from cpomdp_ppl.model import CPOMDP
