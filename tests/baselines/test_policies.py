@@ -48,7 +48,7 @@ def test_planners_keep_to_the_budget(name):
 
 def test_what_is_not_installed_is_named():
     def missing(model, budget):
-        raise ModuleNotFoundError("No module named 'pomdp_py'")
+        raise ModuleNotFoundError("No module named 'pomdp_py'", name="pomdp_py")
 
     with pytest.raises(CommandError, match=r"No module named 'pomdp_py'; install cpomdp-ppl\[pomcp\]"):
         Recipe(missing, extra="pomcp").made("pomcp", LineGrid(), Budget())
