@@ -149,7 +149,9 @@ def _options(parser: ArgumentParser) -> None:
         help="what a nat is worth in units of reward (default: falls from 3 to 0.5, or 0.2 if variational)",
     )
     parser.add_argument(
-        "--iterations", type=count, help="how many batches to play (default: 800, or 4000 if variational)"
+        "--iterations",
+        type=count,
+        help="batches (default: 800, or 4000 if variational; half as many again with --prior dirichlet)",
     )
     parser.add_argument("--batch-size", type=count, default=200, help="episodes (default: %(default)s)")
     parser.add_argument("--learning-rate", type=positive, help="(default: chosen by the estimator)")
