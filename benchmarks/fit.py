@@ -29,6 +29,7 @@ from solvers.estimators import ActorCritic, Decisions, GradientStep, Reinforce
 from solvers.learner import Learner
 from solvers.objectives import Batch, Information, Variational
 from solvers.policies import LSTMPolicy
+from solvers.priors import as_sampler
 from solvers.schedules import Constant, Geometric, Linear, as_schedule
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def learner(
         backend,
         Information() if objective is None else objective,
         ActorCritic(),
-        model.prior(),
+        as_sampler(model, None),
         Geometric(3.0, 0.5, until=0.7) if temperature is None else temperature,
         Linear(6e-3, 3e-4),
         ITERATIONS,
@@ -72,7 +73,7 @@ def played(learner: Learner, num_episodes: int, seed: int) -> Batch:
     """A batch by the policy as it is, with its random actions."""
     episodes = simulate(learner.model, learner.acting, num_episodes, contexts="balanced", seed=seed)
     filtering = learner.backend.run(learner.model, episodes, seed=seed, moments=False)
-    return Batch.of(episodes, filtering, learner.prior)
+    return Batch.of(episodes, filtering, learner.model.prior().double())
 
 
 def copied(learner: Learner) -> by_hand.Network:
