@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from examples.paper.tasks import Store, Task
 
+PATIENCE = 10.0  # seconds that a process has to end by itself
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -132,9 +133,11 @@ class Worker:
 
     def stop(self) -> None:
         """End it, in the middle of whatever it does."""
+        self.connection.close()  # with nothing to do, it ends by itself, and tidies up
+        if self.task is None:
+            self.process.join(PATIENCE)
         self.process.kill()  # files are written at once or not at all
         self.process.join()
-        self.connection.close()
 
 
 def _run_in_processes(agenda: Agenda, store: Store, workers: int) -> None:
