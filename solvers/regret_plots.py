@@ -205,4 +205,6 @@ def _finish(figure: Figure, axis: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    longest = max(map(len, labels), default=0)
+    columns = max(1, min(4, 90 // (7 + longest)))  # as many as the figure is wide for
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
