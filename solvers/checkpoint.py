@@ -28,9 +28,6 @@ class CheckpointError(ValueError):
     """A file or directory does not hold what it should."""
 
 
-write = write_whole
-
-
 def save_tensors(path: Path, content: Mapping[str, Any]) -> None:
     """Write tensors and plain numbers."""
     write_whole(path, lambda file: torch.save(dict(content), file))

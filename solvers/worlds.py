@@ -10,22 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_
 import torch
 from torch import Tensor, nn
 
-from cpomdp_ppl import simulate
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.arrays import as_indices, as_tensor
 from cpomdp_ppl.episodes import Episodes, squeezed
 from cpomdp_ppl.errors import rejected, require
-from cpomdp_ppl.evaluation import Watched
 from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.signature import signature
+from solvers.values import FILTER, POLICY, played
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Policy
-
-PLAY, DECIDE, FILTER = range(3)
-"""What random numbers are for."""
 
 
 @runtime_checkable
@@ -118,15 +114,7 @@ class Simulated:
 
     def play(self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int) -> Lived:
         """Simulate, then filter."""
-        watched = Watched(policy, seed_for(seed, DECIDE))
-        everyone = simulate(
-            self.model,
-            watched,
-            self.num_runs,
-            contexts=self.contexts,
-            prior=prior,
-            seed=seed_for(seed, PLAY),
-        )
+        everyone = played(self.model, policy, prior, self.contexts, seed)
         episodes = everyone[rows]
         filtering = backend.run(self.model, episodes, seed=seed_for(seed, FILTER), moments=False)
         assert episodes.returns is not None
@@ -157,7 +145,7 @@ class Lent:
         lived = []
         for row in rows.tolist():
             agent = Agent(
-                self.model, policy, likelihood=backend, prior=prior[row], seed=seed_for(seed, DECIDE, row)
+                self.model, policy, likelihood=backend, prior=prior[row], seed=seed_for(seed, POLICY, row)
             )
             environment = self.environments[row]
             if isinstance(environment, Environment):

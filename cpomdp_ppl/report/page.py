@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.context import as_prior
+from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
@@ -176,7 +176,7 @@ def _known_return(model: CPOMDP, prior: Sequence[float] | Tensor | None) -> floa
     by_context = model.context_known_return()
     if by_context is None:
         return None
-    p = as_prior(model.prior().detach() if prior is None else prior, model.num_contexts, 1)
+    p = one_prior(prior, model)
     return float((p.cpu() * by_context.detach().cpu().double()).sum())
 
 
