@@ -137,14 +137,25 @@ def require_equal(path: Path, found: Mapping[str, Any], expected: Mapping[str, A
     Raises:
         CheckpointError: Naming the setting.
     """
-    for name in sorted({*found, *expected}):
-        # As text, in which NaN is NaN.
-        one, other = (json.dumps(plain(value=s.get(name)), sort_keys=True) for s in (found, expected))
-        if one != other:
-            raise CheckpointError(
-                f"{path} was made with {name} = {found.get(name)!r}, but expected {expected.get(name)!r}; "
-                "use another directory, or the same settings"
-            )
+    for name in differing(found, expected):
+        raise CheckpointError(
+            f"{path} was made with {name} = {found.get(name)!r}, but expected {expected.get(name)!r}; "
+            "use another directory, or the same settings"
+        )
+
+
+def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Names of the settings in which two fits differ, in alphabetical order.
+
+    Example:
+        >>> differing({"seed": 1, "prior": [0.5, 0.5]}, {"seed": 2, "prior": (0.5, 0.5)})
+        ['seed']
+    """
+
+    def text(settings: Mapping[str, Any], name: str) -> str:
+        return json.dumps(plain(value=settings.get(name)), sort_keys=True)  # in which NaN is NaN
+
+    return [name for name in sorted({*found, *expected}) if text(found, name) != text(expected, name)]
 
 
 def as_directory(argument: str, directory: str | os.PathLike[str]) -> Path:

@@ -26,11 +26,13 @@ from cpomdp_ppl.errors import (
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import Policy, as_policy
+from solvers import shards
 from solvers.checkpoint import (
     CheckpointError,
     as_directory,
     described,
     description,
+    differing,
     load_json,
     load_tensors,
     made_directory,
@@ -43,6 +45,7 @@ from solvers.learner import Learner, policy_weights
 from solvers.objectives import Variational, as_objective
 from solvers.policies import LSTMPolicy
 from solvers.priors import DirichletPriors, OnePrior, as_sampler, described_priors
+from solvers.processes import batchwide
 from solvers.run import Diary, Run
 from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
 from solvers.solution import SETTINGS, WEIGHTS, Solution
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
+    from solvers.batchwide import Batchwide
     from solvers.callbacks import Callback
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
@@ -89,6 +93,13 @@ def fit(
 
     Each iteration plays a batch of episodes, computes their likelihood under every context, and improves the
     policy. Interrupted by Ctrl-C, it returns the best policy so far.
+
+    In a process group of `torch.distributed`, all processes call this with the same arguments. Each plays
+    some of a batch's shards (of at most 250 episodes, with random numbers of their own), gradients are
+    averaged, and all return the same solution: that of a single process, up to the order in which numbers are
+    added. The first process alone reads and writes the checkpoint, shows progress and calls callbacks. What
+    fails in one ends the fit in all. Only a policy that draws random numbers while it is improved, as dropout
+    does, draws others than in a single process.
 
     Args:
         model: The CPOMDP.
@@ -125,6 +136,7 @@ def fit(
         ValueError: On arguments that make no sense.
         DivergedError: If a loss or gradient is not finite, saying which and when.
         CheckpointError: If the checkpoint is of another fit.
+        ProcessFailedError: If another process failed, or is gone.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid
@@ -134,77 +146,108 @@ def fit(
         100
     """
     require_model(model)
-    goal = as_objective(objective)
-    backend = as_backend(likelihood)
-    variational = isinstance(goal, Variational)
-    default: Estimator = Reinforce() if variational else ActorCritic()
-    gradient = default if estimator is None else as_estimator(estimator)
-    if temperature is None:
-        temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
-    if learning_rate is None:
-        learning_rate = Linear(6e-3, 3e-4) if isinstance(gradient, ActorCritic) else Constant(1e-3)
-    priors = as_sampler(model, prior)
-    amortised = not isinstance(priors, OnePrior)
-    if iterations is None:
-        iterations = (4000 if variational else 800) * (3 if amortised else 2) // 2
-    iterations = require_count("iterations", iterations)
-    batch_size = require_count("batch_size", batch_size)
-    checkpoint_every = require_count("checkpoint_every", checkpoint_every)
-    tau = as_schedule("temperature", temperature)
-    rate = as_schedule("learning_rate", learning_rate, positive=True)
-    # What an amortised policy is evaluated with, unless another prior is asked for.
-    p = model.prior().detach().double() if amortised else priors(1)[0]
-    _require_functions(callbacks, "a sequence of functions of iteration, measurements and policy")
-    directory = None if checkpoint is None else made_directory("checkpoint", checkpoint)
-    saved = None if directory is None else _saved(directory, model)
+    whole = batchwide(model.device)
+    first = whole.rank == 0
+    with whole.together():
+        goal = as_objective(objective)
+        backend = as_backend(likelihood)
+        variational = isinstance(goal, Variational)
+        default: Estimator = Reinforce() if variational else ActorCritic()
+        gradient = default if estimator is None else as_estimator(estimator)
+        if temperature is None:
+            temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
+        if learning_rate is None:
+            learning_rate = Linear(6e-3, 3e-4) if isinstance(gradient, ActorCritic) else Constant(1e-3)
+        priors = as_sampler(model, prior)
+        amortised = not isinstance(priors, OnePrior)
+        if iterations is None:
+            iterations = (4000 if variational else 800) * (3 if amortised else 2) // 2
+        iterations = require_count("iterations", iterations)
+        batch_size = require_count("batch_size", batch_size)
+        require(
+            len(shards.split(batch_size)) >= whole.size,
+            "batch_size",
+            batch_size,
+            f"at least {(whole.size - 1) * shards.SHARD + 1} episodes for a world size of {whole.size}, in "
+            f"shards of at most {shards.SHARD}, so that each process has one",
+        )
+        if whole.size > 1:
+            _require_batchwide(gradient)
+        checkpoint_every = require_count("checkpoint_every", checkpoint_every)
+        tau = as_schedule("temperature", temperature)
+        rate = as_schedule("learning_rate", learning_rate, positive=True)
+        # What an amortised policy is evaluated with, unless another prior is asked for.
+        p = model.prior().detach().double() if amortised else priors(1)[0]
+        _require_functions(callbacks, "a sequence of functions of iteration, measurements and policy")
+        directory = None if checkpoint is None or not first else made_directory("checkpoint", checkpoint)
+        saved = None if directory is None else _saved(directory, model)
 
-    number = fresh_seed(saved["seed"] if seed is None and saved is not None else seed)
-    net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
-    if amortised and not getattr(net, "amortised", True):
-        raise rejected("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")
-    learner = Learner(model, net, backend, goal, gradient, priors, tau, rate, iterations, batch_size, number)
-    settings = plain(
-        **description(model),
-        likelihood=described(backend),
-        objective=described(goal),
-        estimator=described(gradient),
-        policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
-        prior=described_priors(priors) if amortised else p.tolist(),
-        temperature=described(tau),
-        learning_rate=described(rate),
-        iterations=iterations,
-        batch_size=batch_size,
-        seed=number,
-    )
-    fitting = Fitting(learner)
-    if directory is not None and saved is not None:
-        require_equal(directory / CHECKPOINT, saved["settings"], settings)
+        own = fresh_seed(saved["seed"] if seed is None and saved is not None else seed)
+        number = int(whole.shared({"seed": own})["seed"])
+        require(seed is None or own == number, "seed", seed, f"that of the first process, {number}")
+        net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
+        if amortised and not getattr(net, "amortised", True):
+            raise rejected(
+                "policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say"
+            )
+        learner = Learner(
+            model, net, backend, goal, gradient, priors, tau, rate, iterations, batch_size, number, whole
+        )
+        settings = plain(
+            **description(model),
+            likelihood=described(backend),
+            objective=described(goal),
+            estimator=described(gradient),
+            policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
+            prior=described_priors(priors) if amortised else p.tolist(),
+            temperature=described(tau),
+            learning_rate=described(rate),
+            iterations=iterations,
+            batch_size=batch_size,
+            seed=number,
+        )
+        _require_same(settings, whole.shared({"settings": settings})["settings"])
+        fitting = Fitting(learner)
+        if directory is not None and saved is not None:
+            require_equal(directory / CHECKPOINT, saved["settings"], settings)
+            try:
+                fitting.load_state_dict(saved)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{directory / CHECKPOINT} is damaged: {error}") from error
+        fitting.share(whole)  # weights to begin with, or what was saved
+
+        net.train()
+        bar = tqdm(
+            total=iterations,
+            initial=learner.iteration,
+            disable=not (progress and first),
+            desc="C-IDS",
+            mininterval=0.5,
+        )
         try:
-            fitting.load_state_dict(saved)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{directory / CHECKPOINT} is damaged: {error}") from error
-
-    net.train()
-    bar = tqdm(
-        total=iterations, initial=learner.iteration, disable=not progress, desc="C-IDS", mininterval=0.5
-    )
-    try:
-        while learner.iteration < iterations:
-            measured = fitting.iterate()
-            for callback in callbacks:
-                callback(learner.iteration, measured, net)
-            _show(bar, measured)
-            due = learner.iteration % checkpoint_every == 0 or learner.iteration == iterations
-            if directory is not None and due:
-                state = {**fitting.state_dict(), "settings": settings, "seed": number}
-                save_tensors(directory / CHECKPOINT, state)
-    except KeyboardInterrupt:
-        bar.write(f"stopped after {learner.iteration} of {iterations} iterations; this is the best so far")
-    finally:
-        bar.close()
-    net.eval()
-    finished = learner.iteration == iterations
-    return Solution(model, fitting.best_policy(), p.to(model.device), fitting.history(), settings, finished)
+            with whole.together():
+                while learner.iteration < iterations:
+                    measured = fitting.iterate()
+                    if first:
+                        for callback in callbacks:
+                            callback(learner.iteration, measured, net)
+                        _show(bar, measured)
+                    due = learner.iteration % checkpoint_every == 0 or learner.iteration == iterations
+                    if directory is not None and due:
+                        state = {**fitting.state_dict(), "settings": settings, "seed": number}
+                        save_tensors(directory / CHECKPOINT, state)
+                    whole.agree()
+        except KeyboardInterrupt:
+            if first:
+                done = f"stopped after {learner.iteration} of {iterations} iterations"
+                bar.write(f"{done}; this is the best so far")
+        finally:
+            bar.close()
+        fitting.share(whole)
+        net.eval()
+        finished = learner.iteration == iterations
+        prior = p.to(model.device)
+        return Solution(model, fitting.best_policy(), prior, fitting.history(), settings, finished)
 
 
 RESOLVING: dict[str, Any] = {
@@ -376,6 +419,19 @@ def _require_functions(callbacks: Any, expected: str) -> None:
     require(proper, "callbacks", callbacks, expected)
 
 
+def _require_same(settings: Mapping[str, Any], firsts: Mapping[str, Any]) -> None:
+    """Raise unless this process was asked for the same fit as the first."""
+    for name in differing(settings, firsts):
+        raise rejected(name, settings.get(name), f"what the first process has, {firsts.get(name)!r}")
+
+
+def _require_batchwide(estimator: Estimator) -> None:
+    """Raise unless an estimator can tell means of the batch from those of its own episodes."""
+    takes = len(inspect.signature(estimator.advantages).parameters)
+    expected = "one whose `advantages` also takes `whole`, as several processes have the batch between them"
+    require(takes > 2, "estimator", type(estimator).__name__, expected)
+
+
 class Fitting:
     """A learner, what it has measured, and the best policy it has had.
 
@@ -411,6 +467,11 @@ class Fitting:
         if self.best_weights is None or worth.mean() >= self.best - error:
             self.best_weights = policy_weights(self.learner.policy)
         self.best = max(self.best, float(worth.mean()))
+
+    def share(self, whole: Batchwide) -> None:
+        """Go on from where the first process is, whatever machine each of them runs on."""
+        if whole.size > 1:
+            self.load_state_dict(dict(whole.shared(self.state_dict())))
 
     def best_policy(self) -> Any:
         """The policy with its best weights."""

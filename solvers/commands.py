@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import time
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK, CommandError, Interrupted
+from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Interrupted, is_user_error
 from cpomdp_ppl.cli.figures import figure_files, write_figures
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
@@ -37,6 +40,7 @@ from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.run_files import HISTORY, LIVED
 from solvers import cids
 from solvers.objectives import OBJECTIVES
+from solvers.processes import batchwide, joined
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
     from cpomdp_ppl.run_folder import RunFolder
+    from solvers.batchwide import Batchwide
     from solvers.callbacks import Callback
     from solvers.run import Run
     from solvers.solution import Solution
@@ -56,32 +61,41 @@ EVERY = 10.0  # seconds between lines that tell of progress, where there is no t
 
 
 def fit(options: Namespace) -> int:
-    """Learn a policy, or go on learning it."""
-    spec = ModelSpec.of([options.model, *options.arguments])
-    model = spec.build()
-    settings = {
-        "likelihood": None if options.likelihood is None else repr(options.likelihood),
-        "objective": options.objective,
-        "temperature": options.temperature,
-        "prior": options.prior,
-        "iterations": options.iterations,
-        "batch_size": options.batch_size,
-        "learning_rate": options.learning_rate,
-    }
-    results = Results.at(options, "fit", spec, settings, solver="cids")
+    """Learn a policy, or go on learning it; started by torchrun, together with the other processes."""
+    with joined():
+        whole = batchwide(torch.device("cpu"))
+        try:
+            return _fit(options, whole)
+        except (Exception, KeyboardInterrupt) as error:
+            if whole.rank == 0:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                return INTERRUPTED
+            if is_user_error(error):  # the first process tells of it
+                return USER_ERROR
+            raise
+
+
+def _fit(options: Namespace, whole: Batchwide) -> int:
+    with whole.together():
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.run is None:
+            raise CommandError("--folder: expected one that restarted processes can go on with, got none")
+        spec = ModelSpec.of([options.model, *options.arguments])
+        model = spec.build()
+        whole.agree()  # that all have it, before there is a folder
+        results = _results(options, spec) if whole.rank == 0 else None
+        seed = whole.shared({"seed": None if results is None else results.seed})["seed"]
+    deciding = _settings(options)
+    if results is None:
+        solution = cids.fit(model, **deciding, seed=seed, progress=False)
+        return OK if solution.finished else INTERRUPTED
     folder, progress = results.folder, shows_progress(options)
     note(options, f"run folder: {folder.path}")
     with results.kept():
         solution = cids.fit(
             model,
-            likelihood="smc" if options.likelihood is None else options.likelihood,
-            objective=options.objective,
-            temperature=options.temperature,
-            prior=options.prior,
-            iterations=options.iterations,
-            batch_size=options.batch_size,
-            learning_rate=options.learning_rate,
-            seed=results.seed,
+            **deciding,
+            seed=seed,
             progress=progress,
             checkpoint=folder.path / CHECKPOINT,
             checkpoint_every=options.checkpoint_every,
@@ -101,6 +115,27 @@ def fit(options: Namespace) -> int:
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
     note(options, f"solution: {folder.path / SOLUTION}; next: {then}")
     return OK
+
+
+def _results(options: Namespace, spec: ModelSpec) -> Results:
+    """The folder, with what tells this fit from others."""
+    settings = {
+        "likelihood": None if options.likelihood is None else repr(options.likelihood),
+        "objective": options.objective,
+        "temperature": options.temperature,
+        "prior": options.prior,
+        "iterations": options.iterations,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+    }
+    return Results.at(options, "fit", spec, settings, solver="cids")
+
+
+def _settings(options: Namespace) -> dict[str, Any]:
+    """Of `cids.fit`: those that decide what is learned."""
+    names = ("objective", "temperature", "prior", "iterations", "batch_size", "learning_rate")
+    likelihood = "smc" if options.likelihood is None else options.likelihood
+    return {"likelihood": likelihood, **{name: getattr(options, name) for name in names}}
 
 
 def keep(folder: RunFolder, solution: Solution) -> None:
@@ -166,6 +201,13 @@ def _options(parser: ArgumentParser) -> None:
     )
     seed_option(parser, None)
     run_option(parser)
+    parser.add_argument(
+        "--folder",
+        dest="run",
+        metavar="DIR",
+        help="the same as --run, for torchrun --nproc-per-node=N -m cpomdp_ppl fit …, which takes --run for "
+        "an option of its own",
+    )
 
 
 def prior_or_priors(text: str) -> str | tuple[float, ...]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl.errors import require, require_count
+from solvers.batchwide import ALONE
 from solvers.schedules import Linear, Schedule, as_schedule
 
 if TYPE_CHECKING:
+    from solvers.batchwide import Batchwide
     from solvers.objectives import Batch
 
 
@@ -72,15 +74,19 @@ class Critic(nn.Module):
         return value, self.context(features).log_softmax(-1), self.state(features)
 
     @torch.no_grad()
-    def rescale(self, targets: Tensor) -> None:
+    def rescale(self, targets: Tensor, whole: Batchwide = ALONE) -> None:
         """Move the units towards mean and spread of new targets, and keep all values as they are.
 
         All the way for the first targets that have any spread, and a little for those after.
+
+        Args:
+            targets: `[B, T]`.
+            whole: Those who have them between them.
         """
         mean, scale = self.mean.clone(), self.scale.clone()
         weight = DRIFT if self.settled else 1.0
-        spread = targets.std(correction=0).to(scale)
-        self.mean.lerp_(targets.mean().to(mean), weight)
+        spread, centre = (moment.to(scale) for moment in whole.std_mean(targets))
+        self.mean.lerp_(centre, weight)
         if spread > 1e-6 * (1 + self.mean.abs()):
             self.scale.lerp_(spread, weight)
             self.settled.fill_(True)
@@ -99,6 +105,8 @@ class GradientStep:
         now: Decisions of the policy as it is now.
         critic: Whose units values are in.
         progress: How far the fit is, from 0 to 1.
+        whole: Those who have the batch between them: what is a mean or a spread over it is theirs to say.
+            A mean of losses is not; their gradients are averaged.
     """
 
     batch: Batch
@@ -107,6 +115,7 @@ class GradientStep:
     now: Decisions
     critic: Critic
     progress: float
+    whole: Batchwide = ALONE
 
 
 class Estimator(Protocol):
@@ -132,12 +141,13 @@ class Estimator(Protocol):
         """Longer gradients are shortened to this; None leaves them."""
         ...
 
-    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
         """How much better each action did than expected, `[B, T]`.
 
         Args:
             payoffs: `[B, T]`, float64.
             before: Decisions of the policy that played, without gradient.
+            whole: Those who have the batch between them; it is given only if they are several.
         """
         ...
 
@@ -165,11 +175,11 @@ class Reinforce:
     def __post_init__(self) -> None:
         _require_norm(self.max_gradient_norm)
 
-    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
         total = payoffs.sum(1)
-        if self.baseline and len(total) > 1:
-            total = total - total.mean()
+        if self.baseline and (len(total) > 1 or whole.size > 1):
+            total = total - whole.mean(total)
         return total[:, None].expand_as(payoffs)
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
@@ -232,7 +242,7 @@ class ActorCritic:
         for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 
-    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
         values = before.values.double()  # [B, T]
         after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -247,7 +257,7 @@ class ActorCritic:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
         batch, advantages, before, now = step.batch, step.advantages, step.before, step.now
         dtype = now.log_probs.dtype
-        size = advantages.square().mean().sqrt()
+        size = step.whole.mean(advantages.square()).sqrt()
         A = (advantages / size.clamp(min=1e-8)).to(dtype)
         ratio = (now.log_probs - before.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
@@ -256,7 +266,7 @@ class ActorCritic:
         possible = now.log_policy.clamp(min=torch.finfo(dtype).min)  # 0 · log 0 is 0
         entropy = -(now.log_policy.exp() * possible).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(step.progress)
-        states = standardised(batch.states[:, :-1]).to(dtype)
+        states = standardised(batch.states[:, :-1], step.whole).to(dtype)
         return {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
             "value": self.value_weight * ((now.values - targets) / step.critic.scale).square().mean(),
@@ -279,7 +289,7 @@ def as_estimator(estimator: Estimator) -> Estimator:
     return estimator
 
 
-def standardised(values: Tensor) -> Tensor:
+def standardised(values: Tensor, whole: Batchwide = ALONE) -> Tensor:
     """Numbers `[B, T, D]` in units of their spread over a batch; what does not vary is zero."""
-    sd, mean = torch.std_mean(values, (0, 1), correction=0)
+    sd, mean = whole.std_mean(values, axes=2)
     return (values - mean) / torch.where(sd > 1e-6, sd, torch.inf)

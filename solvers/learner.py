@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from cpomdp_ppl import simulate
 from cpomdp_ppl.context import entropy, stratified
 from cpomdp_ppl.encoding import Encoding
+from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DegenerateWeightsError
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.inference import Filtering
+from cpomdp_ppl.isolation import isolated, seed_for
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
+from solvers import shards
+from solvers.batchwide import ALONE
 from solvers.estimators import Critic, Decisions, GradientStep
 from solvers.objectives import Batch
 from solvers.policies import Mixed, SequencePolicy, unroll
@@ -29,10 +33,12 @@ if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Policy
+    from solvers.batchwide import Batchwide
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
     from solvers.priors import PriorSampler
     from solvers.schedules import Schedule
+    from solvers.shards import Shard
 
 WIDE = 0.1  # nats between the two estimates of the information, beyond which likelihoods are too poor
 FEW = 4  # particles that count; with fewer, likelihoods and belief rewards rest on chance
@@ -74,7 +80,8 @@ class Learner:
     """Everything that a fit changes as it goes, and everything that it needs for it.
 
     Random numbers of iteration k come from the seed and k alone, so that a fit that is taken up again at k
-    goes on as if it had not stopped.
+    goes on as if it had not stopped. Of several processes each plays some shards of every batch, and they
+    take every step together: their weights are the same at any time.
 
     Args:
         model: The CPOMDP.
@@ -88,6 +95,7 @@ class Learner:
         iterations: How many there will be.
         batch_size: How many episodes an iteration plays.
         seed: Of everything random.
+        whole: Those who have every batch between them.
     """
 
     model: CPOMDP
@@ -101,6 +109,7 @@ class Learner:
     iterations: int
     batch_size: int
     seed: int
+    whole: Batchwide = ALONE
 
     def __post_init__(self) -> None:
         self.iteration = 0
@@ -152,22 +161,30 @@ class Learner:
         temperature, rate = float(self.temperature(self.progress)), float(self.learning_rate(self.progress))
         seeds = self._seeds(self.iteration)
         started = time.perf_counter()
-        acting = self.acting
         with isolated(seeds[4]):
-            prior = self._draw_priors(self.batch_size)
-            contexts = stratified(prior, self.batch_size, offset=seeds[2] / 2**32)
-        episodes = simulate(
-            self.model, acting, self.batch_size, contexts=contexts, prior=prior, seed=seeds[0]
-        )
+            priors = self._draw_priors(self.batch_size)
+            contexts = stratified(priors, self.batch_size, offset=seeds[2] / 2**32)
+        own = shards.split(self.batch_size)[self.whole.rank :: self.whole.size]
+        parts = [self._play(shard, contexts, priors, seeds[0]) for shard in own]
+        episodes = parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
         played = time.perf_counter()
         measured = {"temperature": temperature, "learning_rate": rate}
         assert episodes.returns is not None
-        measured["return"] = float(episodes.returns.mean())
+        measured["return"] = float(self.whole.mean(episodes.returns))
+        died = None
         try:
-            filtering = self.backend.run(self.model, episodes, seed=seeds[1], moments=False)
-            batch = Batch.of(episodes, filtering, prior)
+            filtering = Filtering.concatenate(
+                [
+                    self.backend.run(self.model, part, seed=shard.seed(seeds[1]), moments=False)
+                    for shard, part in zip(own, parts, strict=True)
+                ]
+            )
+            batch = Batch.of(episodes, filtering, torch.cat([priors[shard.rows] for shard in own]))
         except DegenerateWeightsError as error:
-            self._lose_batch(error)
+            died = str(error)
+        died = self.whole.heard(died)
+        if died is not None:
+            self._lose_batch(died)
             self.iteration += 1
             return measured
         self.lost = 0
@@ -175,13 +192,27 @@ class Learner:
         filtered = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with isolated(seeds[3]), torch.enable_grad():
+        rank = self.whole.rank
+        with isolated(seed_for(seeds[3], rank) if rank else seeds[3]), torch.enable_grad():
             measured |= self._improve(batch, temperature)
-        measured["seconds_rollout"] = played - started
-        measured["seconds_likelihood"] = filtered - played
-        measured["seconds_gradient"] = time.perf_counter() - filtered
+        taken = [played - started, filtered - played, time.perf_counter() - filtered]
+        seconds = self.whole.total(torch.tensor(taken, dtype=torch.float64)) / self.whole.size
+        for phase, each in zip(("rollout", "likelihood", "gradient"), seconds.tolist(), strict=True):
+            measured[f"seconds_{phase}"] = each
         self.iteration += 1
         return measured
+
+    def _play(self, shard: Shard, contexts: Tensor, priors: Tensor, seed: int) -> Episodes:
+        """Episodes of one shard, of a batch's contexts `[B]` and priors `[B, C]`."""
+        rows = shard.rows
+        return simulate(
+            self.model,
+            self.acting,
+            len(shard),
+            contexts=contexts[rows],
+            prior=priors[rows],
+            seed=shard.seed(seed),
+        )
 
     @property
     def acting(self) -> Mixed:
@@ -205,26 +236,32 @@ class Learner:
         payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)
         to_come = payoffs.flip(1).cumsum(1).flip(1)  # [B, T]
         if not self.critic.settled:  # it learns its units first
-            self.critic.rescale(to_come)
+            self.critic.rescale(to_come, self.whole)
             now = self.decide(batch)
         before = now.detached()
-        advantages = self.estimator.advantages(payoffs, before)
+        # An estimator of the user's own need not know that there may be others.
+        others = () if self.whole.size == 1 else (self.whole,)
+        advantages = self.estimator.advantages(payoffs, before, *others)
         norms = []
         for epoch in range(self.estimator.epochs):
             now = now if epoch == 0 else self.decide(batch)
-            step = GradientStep(batch, advantages, before, now, self.critic, self.progress)
-            norms.append(self._descend(self.estimator.terms(step)))
-        self.critic.rescale(to_come)
-        return {"objective": float(payoffs.sum(1).mean()), "gradient_norm": sum(norms) / len(norms)}
+            step = GradientStep(batch, advantages, before, now, self.critic, self.progress, self.whole)
+            norms.append(self._descend(self.estimator.terms(step), len(batch.episodes) / self.batch_size))
+        self.critic.rescale(to_come, self.whole)
+        objective = float(self.whole.mean(payoffs.sum(1)))
+        return {"objective": objective, "gradient_norm": sum(norms) / len(norms)}
 
-    def _descend(self, terms: dict[str, Tensor]) -> float:
-        for name, term in terms.items():
-            if not math.isfinite(term.item()):
-                raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {term.item()}")
+    def _descend(self, terms: dict[str, Tensor], share: float) -> float:
+        """One step down the terms' sum, which this process knows for a share of the batch's episodes."""
+        each = torch.stack(list(terms.values()))
+        for name, loss in zip(terms, self.whole.total(share * each.detach()).tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {loss}")
         self.optimizer.zero_grad()
-        torch.stack(list(terms.values())).sum().backward()
+        each.sum().backward()
         if self.progress < self.estimator.warm_up:
             self.policy.zero_grad()
+        self.whole.average_gradients(self.parameters, share)
         longest = self.estimator.max_gradient_norm
         norm = float(nn.utils.clip_grad_norm_(self.parameters, math.inf if longest is None else longest))
         if not math.isfinite(norm):
@@ -241,20 +278,18 @@ class Learner:
         left = entropy(batch.log_posterior[:, -1].exp())  # [B]
         upper = entropy(batch.prior) - left  # [B]
         lower = batch.log_true()[:, -1] - batch.prior_true().log()  # [B]
+        mean = self.whole.mean
         measured = {
-            "entropy": float(left.mean()) / math.log(2),
-            "information_upper": float(upper.mean()),
-            "information_lower": float(lower.mean()),
+            "entropy": float(mean(left)) / math.log(2),
+            "information_upper": float(mean(upper)),
+            "information_lower": float(mean(lower)),
         }
         if batch.filtering.ess is not None:
             c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
-            measured["ess"] = float(batch.filtering.ess.gather(2, c).mean())
-        gap = upper - lower
-        error = float(gap.var()) / len(gap) if len(gap) > 1 else math.inf
-        self.lately = [
-            *self.lately[1 - PATIENCE :],
-            (float(gap.mean()), error, measured.get("ess", math.inf)),
-        ]
+            measured["ess"] = float(mean(batch.filtering.ess.gather(2, c)))
+        spread, gap = (float(moment) for moment in self.whole.std_mean(upper - lower))
+        error = spread**2 / (self.batch_size - 1) if self.batch_size > 1 else math.inf
+        self.lately = [*self.lately[1 - PATIENCE :], (gap, error, measured.get("ess", math.inf))]
         if len(self.lately) == PATIENCE or self.iteration == self.iterations - 1:
             self._judge_likelihoods()
         return measured
@@ -271,7 +306,7 @@ class Learner:
                 'ParticleFilter(guide="ekf"), or another backend',
             )
 
-    def _lose_batch(self, error: DegenerateWeightsError) -> None:
+    def _lose_batch(self, error: str) -> None:
         self.lost += 1
         if self.lost >= PATIENCE:
             raise DegenerateWeightsError(
@@ -284,9 +319,11 @@ class Learner:
         )
 
     def _warn(self, kind: str, message: str) -> None:
-        """Once in a fit."""
+        """Once in a fit, whoever takes part in it."""
         if kind not in self.warned:
             self.warned.add(kind)
+            if self.whole.rank > 0:
+                return
             warnings.warn(message, stacklevel=7 if kind == "poor" else 6)
 
     def state_dict(self) -> dict[str, Any]:

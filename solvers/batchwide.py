@@ -1,0 +1,117 @@
+"""Numbers of a whole batch, where a process may have only some of its episodes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+
+class Batchwide(Protocol):
+    """Those who have a batch between them. All of them make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is, from 0; the first writes files, and speaks for all."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum, element by element, of what each of them has."""
+        ...
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of all numbers of all episodes, `[B, …]`: a scalar."""
+        ...
+
+    def std_mean(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
+        """Spread (without a correction) and mean of all numbers of all episodes.
+
+        Args:
+            values: `[B, …]`.
+            axes: How many axes to go over, from the first on; all if left out.
+        """
+        ...
+
+    def average_gradients(self, weights: Sequence[nn.Parameter], share: float) -> None:
+        """Put the batch's gradient where that of a share of its episodes is."""
+        ...
+
+    def heard(self, words: str | None) -> str | None:
+        """What the first of those says that have something to say; None if none has."""
+        ...
+
+    def shared(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the first process has: tensors, plain numbers and words."""
+        ...
+
+    def agree(self) -> None:
+        """Wait for all.
+
+        Raises:
+            KeyboardInterrupt: If one of them was interrupted.
+            ProcessFailedError: If one of them failed.
+        """
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Where an error of one process, or Ctrl-C, is the end for all, at the next call from here."""
+        ...
+
+
+class Alone:
+    """One process that has all episodes.
+
+    Example:
+        >>> float(Alone().mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]])))
+        3.0
+    """
+
+    rank, size = 0, 1
+
+    def total(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of all numbers."""
+        return values.mean()
+
+    def std_mean(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
+        """Spread and mean, over all axes or the first few."""
+        if axes is None:
+            return values.std(correction=0), values.mean()
+        spread, mean = torch.std_mean(values, tuple(range(axes)), correction=0)
+        return spread, mean
+
+    def average_gradients(self, weights: Sequence[nn.Parameter], share: float) -> None:
+        """Gradients are the batch's already."""
+
+    def heard(self, words: str | None) -> str | None:
+        """One's own words."""
+        return words
+
+    def shared(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content itself."""
+        return content
+
+    def agree(self) -> None:
+        """With oneself, at once."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Errors go their usual way."""
+        yield
+
+
+ALONE = Alone()
