@@ -44,6 +44,10 @@ def batchwide(device: torch.device) -> Batchwide:
 def joined() -> Iterator[None]:
     """Inside, this process is one of those that `torchrun` started, if it did: gloo on CPU, nccl on CUDA.
 
+    Those that `torchrun` restarts on one machine do not meet what their predecessors left in its store: there
+    they would find addresses of processes that are gone. On several machines nobody counts the restarts of
+    all, and it takes `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment of `torchrun` for the same.
+
     Raises:
         ValueError: If `WORLD_SIZE` says that there are several, and the rest of the environment is not there.
     """
@@ -58,7 +62,14 @@ def joined() -> Iterator[None]:
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    from torch.distributed.rendezvous import rendezvous  # not there in every build of torch
+
+    store, rank, number = next(rendezvous("env://"))
+    if os.environ.get("LOCAL_WORLD_SIZE") == size:
+        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=number)
     try:
         yield
     finally:
@@ -83,7 +94,7 @@ class Processes:
         self._home = device
         backend, on_cuda = str(dist.get_backend()), device.type == "cuda"
         if backend == "nccl" and not on_cuda:
-            raise rejected("backend of the process group", backend, f"one for {device.type}, such as gloo")
+            raise rejected("backend", backend, f"one for a model on {device.type}, such as gloo")
         on_cuda = on_cuda and "nccl" in backend
         self._device = device if on_cuda else torch.device("cpu")  # where what is exchanged has to be
         self._known: BaseException | None = None  # the latest that all know of

@@ -26,7 +26,7 @@ from cpomdp_ppl.models import LightDark, LineGrid
 from solvers import cids, shards
 from solvers.estimators import ActorCritic, Reinforce
 from solvers.objectives import Information
-from solvers.processes import Processes
+from solvers.processes import Processes, joined
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -209,20 +209,25 @@ def member(rank, place, work, arguments):
     torch.distributed.destroy_process_group()
 
 
+def finish(processes, within):
+    """Run processes to their end, whatever that is."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(within)
+    waiting = [process for process in processes if process.is_alive()]
+    for process in waiting:
+        process.kill()
+    assert not waiting, "a process waits for ever"
+
+
 def on_processes(place, work, *arguments):
     """What each process of a group made of some work; None for one that did not get to the end."""
     place.mkdir()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["solvers.cids", "cpomdp_ppl.cli", "cpomdp_ppl.models"])
     processes = [context.Process(target=member, args=(rank, place, work, arguments)) for rank in range(SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(90)
-    waiting = [process for process in processes if process.is_alive()]
-    for process in waiting:
-        process.kill()
-    assert not waiting, "a process waits for ever"
+    finish(processes, within=90)
     files = [place / f"{rank}.pt" for rank in range(SIZE)]
     return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
 
@@ -379,6 +384,38 @@ def test_a_process_that_is_killed_ends_all_and_they_go_on_to_the_very_same_end(f
     assert_same(first, uninterrupted["critic"])
     assert_same(second, uninterrupted["critic"])
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["checkpoint.pt"]
+
+
+def restarted(rank, place, attempt, environment):
+    """A process that torchrun started, and that is killed, if it is the second, once it has been heard."""
+    os.environ.update(environment, RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(attempt))
+    with joined():
+        whole = Processes(torch.device("cpu"))
+        total = whole.total(torch.ones(()))
+        (place / f"{attempt} {rank}").write_text(str(float(total)))
+        whole.agree()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_restarted_processes_do_not_look_for_their_predecessors(tmp_path):
+    """In the store, which is torchrun's and outlives them, there are addresses of those that were killed."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(SIZE),
+        "LOCAL_WORLD_SIZE": str(SIZE),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    context = multiprocessing.get_context("forkserver")
+    for attempt in range(4):
+        arguments = tmp_path, attempt, environment
+        finish(
+            [context.Process(target=restarted, args=(rank, *arguments)) for rank in range(SIZE)], within=30
+        )
+        said = [(tmp_path / f"{attempt} {rank}").read_text() for rank in range(SIZE)]
+        assert said == ["2.0", "2.0"]
 
 
 MODEL = """
