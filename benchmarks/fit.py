@@ -99,7 +99,7 @@ def agreement() -> None:
     now = ours.decide(batch)
     payoffs = ours.objective.payoffs(batch, now.log_probs.detach(), tau)
     advantages = ours.estimator.advantages(payoffs, now.detached())
-    step = GradientStep(batch, advantages, now.detached(), now, ours.critic, progress)
+    step = GradientStep.first(batch, advantages, now, ours.critic, progress)
     terms = ours.estimator.terms(step)
     our_loss = torch.stack(list(terms.values())).sum()
     our_gradient = torch.autograd.grad(our_loss, list(ours.policy.parameters()))

@@ -30,8 +30,8 @@ class Batchwide(Protocol):
         """Sum, element by element, of what each of them has."""
         ...
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of all numbers of all episodes, `[B, …]`: a scalar."""
+    def mean(self, *values: Tensor) -> Tensor:
+        """Mean of all numbers of all episodes, for each of some `[B, …]`."""
         ...
 
     def std_mean(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,14 @@ class Batchwide(Protocol):
         """
         ...
 
-    def average_gradients(self, weights: Sequence[nn.Parameter], share: float) -> None:
-        """Put the batch's gradient where that of a share of its episodes is."""
+    def average(self, losses: Tensor, weights: Sequence[nn.Parameter], share: float) -> Tensor:
+        """The batch's losses, from those of a share of its episodes; weights get the batch's gradients, too.
+
+        Args:
+            losses: Means over this process's episodes, `[n]`.
+            weights: With the gradients of those.
+            share: How much of the batch this process has.
+        """
         ...
 
     def heard(self, words: str | None) -> str | None:
@@ -83,9 +89,9 @@ class Alone:
         """The values themselves."""
         return values
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of all numbers."""
-        return values.mean()
+    def mean(self, *values: Tensor) -> Tensor:
+        """Means of all numbers."""
+        return torch.stack([each.mean() for each in values])
 
     def std_mean(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
         """Spread and mean, over all axes or the first few."""
@@ -94,8 +100,9 @@ class Alone:
         spread, mean = torch.std_mean(values, tuple(range(axes)), correction=0)
         return spread, mean
 
-    def average_gradients(self, weights: Sequence[nn.Parameter], share: float) -> None:
-        """Gradients are the batch's already."""
+    def average(self, losses: Tensor, weights: Sequence[nn.Parameter], share: float) -> Tensor:
+        """The losses themselves; gradients are the batch's already."""
+        return losses.detach()
 
     def heard(self, words: str | None) -> str | None:
         """One's own words."""

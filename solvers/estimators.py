@@ -101,21 +101,46 @@ class GradientStep:
     Attributes:
         batch: The episodes.
         advantages: How much better each action did than expected, `[B, T]`.
+        size: Of the advantages, their root mean square over all episodes, a scalar.
+        states: Before each decision, in units of their spread over all episodes, `[B, T, D]`.
         before: Decisions of the policy that played, without gradient.
         now: Decisions of the policy as it is now.
         critic: Whose units values are in.
         progress: How far the fit is, from 0 to 1.
-        whole: Those who have the batch between them: what is a mean or a spread over it is theirs to say.
-            A mean of losses is not; their gradients are averaged.
     """
 
     batch: Batch
     advantages: Tensor
+    size: Tensor
+    states: Tensor
     before: Decisions
     now: Decisions
     critic: Critic
     progress: float
-    whole: Batchwide = ALONE
+
+    @staticmethod
+    def first(
+        batch: Batch,
+        advantages: Tensor,
+        now: Decisions,
+        critic: Critic,
+        progress: float,
+        whole: Batchwide = ALONE,
+    ) -> GradientStep:
+        """The first on a batch, by the policy that played it.
+
+        Args:
+            batch: The episodes.
+            advantages: `[B, T]`.
+            now: Decisions of the policy.
+            critic: Whose units values are in.
+            progress: How far the fit is.
+            whole: Those who have the batch between them. Means and spreads over all episodes are theirs to
+                say; not so means of losses, whose gradients are averaged.
+        """
+        size = whole.mean(advantages.square())[0].sqrt()
+        states = standardised(batch.states[:, :-1], whole)
+        return GradientStep(batch, advantages, size, states, now.detached(), now, critic, progress)
 
 
 class Estimator(Protocol):
@@ -179,7 +204,7 @@ class Reinforce:
         """The same for every step: the episode's payoff, or what it has above the mean."""
         total = payoffs.sum(1)
         if self.baseline and (len(total) > 1 or whole.size > 1):
-            total = total - whole.mean(total)
+            total = total - whole.mean(total)[0]
         return total[:, None].expand_as(payoffs)
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
@@ -257,8 +282,7 @@ class ActorCritic:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
         batch, advantages, before, now = step.batch, step.advantages, step.before, step.now
         dtype = now.log_probs.dtype
-        size = step.whole.mean(advantages.square()).sqrt()
-        A = (advantages / size.clamp(min=1e-8)).to(dtype)
+        A = (advantages / step.size.clamp(min=1e-8)).to(dtype)
         ratio = (now.log_probs - before.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
@@ -266,12 +290,11 @@ class ActorCritic:
         possible = now.log_policy.clamp(min=torch.finfo(dtype).min)  # 0 · log 0 is 0
         entropy = -(now.log_policy.exp() * possible).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(step.progress)
-        states = standardised(batch.states[:, :-1], step.whole).to(dtype)
         return {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
             "value": self.value_weight * ((now.values - targets) / step.critic.scale).square().mean(),
             "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
-            "state": self.state_weight * (now.states - states).square().mean(),
+            "state": self.state_weight * (now.states - step.states.to(dtype)).square().mean(),
             "exploration": -exploration * entropy.mean(),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,7 +170,7 @@ class Learner:
         played = time.perf_counter()
         measured = {"temperature": temperature, "learning_rate": rate}
         assert episodes.returns is not None
-        measured["return"] = float(self.whole.mean(episodes.returns))
+        measured["return"] = float(self.whole.mean(episodes.returns)[0])
         died = None
         try:
             filtering = Filtering.concatenate(
@@ -238,30 +238,29 @@ class Learner:
         if not self.critic.settled:  # it learns its units first
             self.critic.rescale(to_come, self.whole)
             now = self.decide(batch)
-        before = now.detached()
         # An estimator of the user's own need not know that there may be others.
         others = () if self.whole.size == 1 else (self.whole,)
-        advantages = self.estimator.advantages(payoffs, before, *others)
+        advantages = self.estimator.advantages(payoffs, now.detached(), *others)
+        step = GradientStep.first(batch, advantages, now, self.critic, self.progress, self.whole)
         norms = []
         for epoch in range(self.estimator.epochs):
-            now = now if epoch == 0 else self.decide(batch)
-            step = GradientStep(batch, advantages, before, now, self.critic, self.progress, self.whole)
+            step = step if epoch == 0 else replace(step, now=self.decide(batch))
             norms.append(self._descend(self.estimator.terms(step), len(batch.episodes) / self.batch_size))
         self.critic.rescale(to_come, self.whole)
-        objective = float(self.whole.mean(payoffs.sum(1)))
+        objective = float(self.whole.mean(payoffs.sum(1))[0])
         return {"objective": objective, "gradient_norm": sum(norms) / len(norms)}
 
     def _descend(self, terms: dict[str, Tensor], share: float) -> float:
         """One step down the terms' sum, which this process knows for a share of the batch's episodes."""
-        each = torch.stack(list(terms.values()))
-        for name, loss in zip(terms, self.whole.total(share * each.detach()).tolist(), strict=True):
-            if not math.isfinite(loss):
-                raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {loss}")
         self.optimizer.zero_grad()
+        each = torch.stack(list(terms.values()))
         each.sum().backward()
         if self.progress < self.estimator.warm_up:
             self.policy.zero_grad()
-        self.whole.average_gradients(self.parameters, share)
+        losses = self.whole.average(each, self.parameters, share)
+        for name, loss in zip(terms, losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {loss}")
         longest = self.estimator.max_gradient_norm
         norm = float(nn.utils.clip_grad_norm_(self.parameters, math.inf if longest is None else longest))
         if not math.isfinite(norm):
@@ -278,15 +277,12 @@ class Learner:
         left = entropy(batch.log_posterior[:, -1].exp())  # [B]
         upper = entropy(batch.prior) - left  # [B]
         lower = batch.log_true()[:, -1] - batch.prior_true().log()  # [B]
-        mean = self.whole.mean
-        measured = {
-            "entropy": float(mean(left)) / math.log(2),
-            "information_upper": float(mean(upper)),
-            "information_lower": float(mean(lower)),
-        }
+        kinds = {"entropy": left, "information_upper": upper, "information_lower": lower}
         if batch.filtering.ess is not None:
             c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
-            measured["ess"] = float(mean(batch.filtering.ess.gather(2, c)))
+            kinds["ess"] = batch.filtering.ess.gather(2, c)
+        measured = dict(zip(kinds, self.whole.mean(*kinds.values()).tolist(), strict=True))
+        measured["entropy"] /= math.log(2)
         spread, gap = (float(moment) for moment in self.whole.std_mean(upper - lower))
         error = spread**2 / (self.batch_size - 1) if self.batch_size > 1 else math.inf
         self.lately = [*self.lately[1 - PATIENCE :], (gap, error, measured.get("ess", math.inf))]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WELL, INTERRUPTED, FAILED = 0, 1, 2
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ROOM = 64  # numbers that are exchanged together with how everybody is doing
 
 
 class ProcessFailedError(RuntimeError):
@@ -79,8 +80,9 @@ def joined() -> Iterator[None]:
 class Processes:
     """The processes of the default group, each with some episodes of one batch.
 
-    Before anything is exchanged, each says how it is doing, so that whoever fails can tell the others
-    wherever they are, and nobody waits for what never comes. Ctrl-C waits for that moment, too.
+    Every exchange begins with a message of one size, in which each says how it is doing, so that whoever
+    fails can tell the others wherever they are, and nobody waits for what never comes. Ctrl-C waits for that
+    moment, too. A few numbers go along with that message; more of them take another.
 
     Args:
         device: Where tensors are that belong to the model.
@@ -103,17 +105,21 @@ class Processes:
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over processes, in float64."""
-        self.agree()
-        summed = values.detach().to(self._device, torch.float64, copy=True).contiguous()
-        self._exchange(dist.all_reduce, summed)
+        own = values.detach().to(self._device, torch.float64)
+        if own.numel() <= ROOM:
+            summed = self._agree(self._state(), own.flatten()).view_as(own)
+        else:
+            self.agree()
+            summed = own.clone(memory_format=torch.contiguous_format)
+            self._exchange(dist.all_reduce, summed)
         return summed.to(values.device)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over all episodes of all processes, summed in float64."""
-        own = values.detach().double()
-        total, count = self.total(torch.stack([own.sum(), own.new_tensor(own.numel())]))
-        mean: Tensor = total / count
-        return mean.to(values.dtype)
+    def mean(self, *values: Tensor) -> Tensor:
+        """Means over all episodes of all processes, summed in float64."""
+        own = [each.detach().double() for each in values]
+        sums = torch.stack([torch.stack([each.sum(), each.new_tensor(each.numel())]) for each in own])
+        total, count = self.total(sums).unbind(1)
+        return (total / count).to(values[0].dtype)
 
     def std_mean(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
         """Spread and mean over all episodes of all processes, in float64 on the way."""
@@ -126,23 +132,24 @@ class Processes:
             spread, mean = spread.squeeze(), mean.squeeze()
         return spread.to(values.dtype), mean.to(values.dtype)
 
-    def average_gradients(self, weights: Sequence[nn.Parameter], share: float) -> None:
-        """Gradients weighted by each process's share of the episodes; none stays none."""
+    def average(self, losses: Tensor, weights: Sequence[nn.Parameter], share: float) -> Tensor:
+        """Losses and gradients weighted by each process's share of the episodes; no gradient stays none."""
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        flat = torch.cat([share * each.flatten().double() for each in own])
+        flat = torch.cat([share * each.detach().flatten().double() for each in (losses, *own)])
         some = flat.new_tensor([float(w.grad is not None) for w in weights])  # may differ between processes
-        sizes = [*(w.numel() for w in weights), len(weights)]
-        *parts, anywhere = self.total(torch.cat([flat, some])).split(sizes)
-        for w, gradient, there in zip(weights, parts, anywhere.tolist(), strict=True):
+        sizes = [len(losses), *(w.numel() for w in weights), len(weights)]
+        parts: list[Tensor] = list(self.total(torch.cat([flat, some])).split(sizes))
+        averaged, *gradients, anywhere = parts
+        for w, gradient, there in zip(weights, gradients, anywhere.tolist(), strict=True):
             w.grad = gradient.view_as(w).to(w.dtype) if there else None
+        return averaged
 
     def heard(self, words: str | None) -> str | None:
         """What the first of those says that have something to say."""
-        self.agree()
-        speaker = torch.tensor(self.size if words is None else self.rank, device=self._device)
-        self._exchange(dist.all_reduce, speaker, op=dist.ReduceOp.MIN)
-        by = int(speaker)
-        return None if by == self.size else self._told((words or "").encode(), by).decode()
+        if not self.total(torch.tensor(float(words is not None))):
+            return None
+        by = self._first(words is not None)
+        return self._told((words or "").encode(), by).decode()
 
     def shared(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the first process has, to all; read as files are: numbers and words, never code."""
@@ -156,19 +163,34 @@ class Processes:
 
     def agree(self) -> None:
         """Wait until all are here, and hear whether they are well."""
-        self._agree(INTERRUPTED if self._pressed and not self._granted else WELL)
+        self._agree(self._state())
 
-    def _agree(self, state: int, words: str = "") -> None:
-        news = torch.tensor([state, self.size - self.rank if state == FAILED else 0], device=self._device)
-        self._exchange(dist.all_reduce, news, op=dist.ReduceOp.MAX)
-        worst, speaker = news.tolist()
-        if worst == FAILED:
-            by = self.size - speaker
+    def _state(self) -> int:
+        return INTERRUPTED if self._pressed and not self._granted else WELL
+
+    def _agree(self, state: int, values: Tensor | None = None, words: str = "") -> Tensor:
+        """The sum of a few numbers `[n]`, if all are well."""
+        news = torch.zeros(2 + ROOM, dtype=torch.float64, device=self._device)
+        news[0], news[1] = state == FAILED, state == INTERRUPTED
+        n = 0 if values is None else len(values)
+        if values is not None:
+            news[2 : 2 + n] = values
+        self._exchange(dist.all_reduce, news)
+        failed, interrupted = news[:2].tolist()
+        if failed:
+            by = self._first(state == FAILED)
             said = self._told(words.encode(), by).decode()
             raise self._noted(ProcessFailedError(f"process {by} of {self.size} failed: {said}"))
-        if worst == INTERRUPTED:
+        if interrupted:
             self._granted = True
             raise self._noted(KeyboardInterrupt())
+        return news[2 : 2 + n]
+
+    def _first(self, one: bool) -> int:
+        """The first of those that are one."""
+        rank = torch.tensor(self.rank if one else self.size, device=self._device)
+        self._exchange(dist.all_reduce, rank, op=dist.ReduceOp.MIN)
+        return int(rank)
 
     def _noted(self, error: BaseException) -> BaseException:
         self._known = error
@@ -205,7 +227,7 @@ class Processes:
     def _announce(self, error: BaseException) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
         try:
-            self._agree(INTERRUPTED if interrupted else FAILED, f"{type(error).__name__}: {error}")
+            self._agree(INTERRUPTED if interrupted else FAILED, words=f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:  # what all have agreed on
             pass
         except ProcessFailedError:  # somebody failed: this one, or another while this was interrupted

@@ -504,9 +504,12 @@ def moments(rank, place):
     weight = nn.Parameter(torch.zeros(2))
     unused, mine = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))
     ((weight * own).mean((0, 1)).sum() + (mine if rank else 0.0)).backward()
-    whole.average_gradients([weight, unused, mine], len(own) / len(values))
+    losses = torch.arange(70.0) + rank
+    averaged = whole.average(losses, [weight, unused, mine], len(own) / len(values))
     return {
-        "mean": whole.mean(own),
+        "mean": whole.mean(own, own.square()),
+        "losses": averaged,
+        "many": whole.total(torch.arange(100.0) + rank),
         "over all": list(whole.std_mean(own)),
         "by column": list(whole.std_mean(own, axes=2)),
         "total": whole.total(own.sum((0, 1))),
@@ -520,7 +523,9 @@ def moments(rank, place):
 def test_moments_are_of_all_episodes(tmp_path):
     values = torch.arange(30.0).reshape(5, 3, 2).square()
     for found in on_processes(tmp_path / "group", moments):
-        torch.testing.assert_close(found["mean"], values.mean())
+        torch.testing.assert_close(found["mean"], torch.stack([values.mean(), values.square().mean()]))
+        torch.testing.assert_close(found["losses"], torch.arange(70.0).double() + 2 / 5)
+        torch.testing.assert_close(found["many"], 2 * torch.arange(100.0).double() + 1)
         torch.testing.assert_close(found["over all"], [values.std(correction=0), values.mean()])
         spread, mean = torch.std_mean(values, (0, 1), correction=0)
         torch.testing.assert_close(found["by column"], [spread, mean])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyro.distributions as dist
@@ -251,7 +252,7 @@ def test_the_first_step_on_a_batch_is_the_plain_gradient(tiger):
     now = Decisions(log_policy, log_probs, blank[..., 0], blank, blank)
     estimator = ActorCritic()
     advantages = estimator.advantages(payoffs, now.detached())
-    terms = estimator.terms(GradientStep(batch, advantages, now.detached(), now, Critic(1, 3, 1), 0.0))
+    terms = estimator.terms(GradientStep.first(batch, advantages, now, Critic(1, 3, 1), 0.0))
     weights = [*policy.lstm.parameters(), *policy.logits.parameters()]
     ours = flat(torch.autograd.grad(terms["policy"], weights, retain_graph=True))
     plain = flat(torch.autograd.grad(-(advantages * log_probs).mean(), weights))
@@ -270,7 +271,8 @@ def test_clipping_stops_the_gradient_where_the_policy_has_gone_far_enough():
     episodes = simulate(model, LSTMPolicy(model), 4, contexts="balanced", seed=0)
     batch = Batch.of(episodes, ExtendedKalmanFilter().run(model, episodes), model.prior())
     advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
-    terms = ActorCritic(clip=0.2).terms(GradientStep(batch, advantages, before, now, Critic(1, 2, 1), 0.0))
+    first = GradientStep.first(batch, advantages, before, Critic(1, 2, 1), 0.0)
+    terms = ActorCritic(clip=0.2).terms(replace(first, now=now))
     (gradient,) = torch.autograd.grad(terms["policy"], logits)
     assert (gradient.abs().sum((1, 2)) > 0).tolist() == [False, True, True, True]
     assert (
