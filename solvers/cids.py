@@ -535,16 +535,25 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     path = as_directory("directory", directory)
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
     content = load_json(path / SETTINGS)
-    kinds = {"settings": dict, "prior": list, "history": dict, "hidden": int | None, "finished": bool}
+    kinds = {
+        "weights": str,
+        "settings": dict,
+        "prior": list,
+        "history": dict,
+        "hidden": int | None,
+        "finished": bool,
+    }
     for name, kind in kinds.items():
         if not isinstance(content.get(name, ...), kind):
             raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
+    if not WEIGHTS.fullmatch(content["weights"]):  # a file beside this one, and no other
+        raise CheckpointError(f"{path / SETTINGS} is no solution: weights is {content['weights']!r}")
     settings, hidden = content["settings"], content["hidden"]
     expected = description(model)
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     if policy is None and hidden is None:
         raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    weights = load_tensors(path / WEIGHTS, model.device)
+    weights = load_tensors(path / content["weights"], model.device)
     if policy is None:
         found = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
         if found != (4 * hidden, hidden):  # before a network of whatever size is made
@@ -555,7 +564,7 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{path / WEIGHTS} does not fit the policy: {error}") from error
+        raise CheckpointError(f"{path / content['weights']} does not fit the policy: {error}") from error
     net.eval()
     prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
     try:

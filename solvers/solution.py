@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
+from cpomdp_ppl.files import write_whole
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.simulate import simulate
-from solvers.checkpoint import made_directory, save_json, save_tensors
+from solvers.checkpoint import load_json, made_directory, save_json
 from solvers.policies import LSTMPolicy
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from pathlib import Path
 
     import xarray as xr
     from arviz import InferenceData
@@ -28,7 +34,9 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Policy
 
-WEIGHTS, SETTINGS = "policy.pt", "solution.json"
+SETTINGS = "solution.json"
+WEIGHTS = re.compile(r"policy-[0-9a-f]{16}\.pt")
+"""Files of weights are called after what is in them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,22 +128,42 @@ class Solution:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write weights and settings to a directory, for `cids.load`.
 
+        Whatever happens in the meantime, the directory holds the earlier solution or this one.
+
         Args:
             directory: Made if it is not there; files of an earlier solution in it are replaced.
         """
         path = made_directory("directory", directory)
         assert isinstance(self.policy, nn.Module)
-        save_tensors(path / WEIGHTS, self.policy.state_dict())
+        written = io.BytesIO()
+        torch.save(dict(self.policy.state_dict()), written)
+        weights = path / f"policy-{hashlib.sha256(written.getbuffer()).hexdigest()[:16]}.pt"
         history = {str(name): self.history[name].values.tolist() for name in self.history.data_vars}
         own = type(self.policy) is LSTMPolicy  # such a one `load` can make again
-        save_json(
-            path / SETTINGS,
-            {
-                "settings": self.settings,
-                "prior": self.prior.tolist(),
-                "hidden": self.policy.hidden if own else None,
-                "amortised": self.policy.amortised if own else False,
-                "finished": self.finished,
-                "history": history,
-            },
-        )
+        content = {
+            "weights": weights.name,
+            "settings": self.settings,
+            "prior": self.prior.tolist(),
+            "hidden": self.policy.hidden if own else None,
+            "amortised": self.policy.amortised if own else False,
+            "finished": self.finished,
+            "history": history,
+        }
+        try:
+            write_whole(weights, lambda file: _write(file, written))
+            save_json(path / SETTINGS, content)  # from here on, the weights are these
+        finally:
+            _keep_one(path)
+
+
+def _write(file: Path, content: io.BytesIO) -> None:
+    file.write_bytes(content.getbuffer())
+
+
+def _keep_one(path: Path) -> None:
+    """Delete weights that are not, or no more, those of the solution in a directory."""
+    if (path / SETTINGS).is_file():
+        kept = load_json(path / SETTINGS).get("weights")
+        for file in path.iterdir():
+            if WEIGHTS.fullmatch(file.name) and file.name != kept:
+                file.unlink(missing_ok=True)

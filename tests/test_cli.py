@@ -346,8 +346,9 @@ def test_the_solution_of_another_model(elsewhere, capsys):
 def test_weights_that_are_damaged(elsewhere, capsys):
     assert main(["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]) == 0
     capsys.readouterr()
-    Path("here/solution/policy.pt").write_bytes(b"nonsense")
-    assert "policy.pt holds something else than weights" in refused(capsys, "evaluate", "here")
+    (weights,) = Path("here/solution").glob("policy-*.pt")
+    weights.write_bytes(b"nonsense")
+    assert f"{weights.name} holds something else than weights" in refused(capsys, "evaluate", "here")
 
 
 def test_run_folders_that_will_not_do(elsewhere, capsys):

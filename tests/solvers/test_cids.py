@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -346,7 +347,9 @@ def test_saved_and_loaded(tmp_path):
     model = LightDark()
     solution = cids.fit(model, **{**SHORT, "likelihood": "ukf"}, policy=LSTMPolicy(model, hidden=16))
     solution.save(tmp_path / "new" / "place")
-    assert {path.name for path in (tmp_path / "new" / "place").iterdir()} == {"policy.pt", "solution.json"}
+    weights, settings = sorted(path.name for path in (tmp_path / "new" / "place").iterdir())
+    assert re.fullmatch(r"policy-[0-9a-f]{16}\.pt", weights)
+    assert settings == "solution.json"
     loaded = cids.load(tmp_path / "new" / "place", LightDark())
     assert same_weights(solution.policy, loaded.policy)
     assert same_history(solution.history, loaded.history)
@@ -360,14 +363,21 @@ def test_loading_what_does_not_fit_is_refused(tmp_path):
     solution.save(tmp_path)
     with pytest.raises(CheckpointError, match="accuracy"):
         cids.load(tmp_path, LineGrid(accuracy=0.9))
-    with pytest.raises(CheckpointError, match=r"policy\.pt"):
+    with pytest.raises(CheckpointError, match=r"policy-[0-9a-f]+\.pt"):
         cids.load(tmp_path, LineGrid(), policy=LSTMPolicy(LineGrid(), hidden=8))
     with pytest.raises(ValueError, match="directory"):
         cids.load(tmp_path / "elsewhere", LineGrid())
-    (tmp_path / "policy.pt").unlink()
+    (weights,) = tmp_path.glob("policy-*.pt")
+    content = json.loads((tmp_path / "solution.json").read_text())
+    for name in ("../policy-0123456789abcdef.pt", str(weights), "", "solution.json"):
+        (tmp_path / "solution.json").write_text(json.dumps(content | {"weights": name}))
+        with pytest.raises(CheckpointError, match="weights"):
+            cids.load(tmp_path, LineGrid())
+    (tmp_path / "solution.json").write_text(json.dumps(content))
+    weights.unlink()
     with pytest.raises(CheckpointError, match="missing"):
         cids.load(tmp_path, LineGrid())
-    (tmp_path / "solution.json").write_text('{"settings": 3}')
+    (tmp_path / "solution.json").write_text(json.dumps(content | {"settings": 3}))
     with pytest.raises(CheckpointError, match="settings"):
         cids.load(tmp_path, LineGrid())
     (tmp_path / "solution.json").write_text("{")
