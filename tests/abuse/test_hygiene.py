@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import random
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import xarray as xr
 
+import cpomdp_ppl
 from baselines import rdpg
 from baselines.pft import PFT
 from baselines.qmdp import QMDP
 from baselines.simple import Always, ContextKnown, MostLikelyContext, PosteriorSampling, ThompsonSampling
-from cpomdp_ppl import Agent, RandomPolicy, compare, evaluate, simulate
-from cpomdp_ppl.diagnostics import calibrate, calibrate_contexts, to_inference_data
+from cpomdp_ppl import (
+    Agent,
+    RandomPolicy,
+    cli,
+    compare,
+    diagnostics,
+    evaluate,
+    inference,
+    learning,
+    report,
+    simulate,
+)
+from cpomdp_ppl.cli import main
+from cpomdp_ppl.diagnostics import (
+    calibrate,
+    calibrate_contexts,
+    plot_agreement,
+    plot_contexts,
+    plot_filter,
+    plot_states,
+    to_inference_data,
+)
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
@@ -30,8 +54,16 @@ from cpomdp_ppl.inference import (
     UnscentedKalmanFilter,
 )
 from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.learning import (
+    log_likelihood,
+    maximum_likelihood,
+    particle_marginal_metropolis_hastings,
+    with_parameters,
+)
 from cpomdp_ppl.models import LightDark, LineGrid
-from solvers import bound, cids, exact, regret
+from cpomdp_ppl.report import record, write_report
+from cpomdp_ppl.run_folder import RunFolder
+from solvers import cids, exact, regret
 from tests.programs import Learnable
 
 with suppress(ImportError):  # Gymnasium, imported, adds a warnings filter and an environment variable
@@ -108,6 +140,27 @@ def resumed(tmp_path):
     return before.policy, cids.fit(FINITE, seed=3, checkpoint=directory, **QUICK).policy
 
 
+def commanded(tmp_path):
+    """The command line, which is a function, too."""
+    run = str(tmp_path / "run")
+    words = ["cpomdp_ppl.models:LineGrid", "horizon=2"]
+    small = ["--likelihood=exact", "--iterations=2", "--batch-size=8"]
+    few = ["--num-episodes=4", "--seed=3", "--quiet"]
+    assert main(["check", *words]) == 0
+    assert main(["fit", *words, *small, f"--run={run}", "--seed=3", "--quiet"]) == 0
+    assert main(["simulate", *words, "--policy=random", f"--run={run}-simulate", *few]) == 0
+    assert main(["evaluate", run, *few]) == 0
+    assert main(["compare", *words, "--policies=random,qmdp", f"--run={run}-compare", *few]) == 0
+    assert main(["diagnose", run, "--likelihood=smc", *few]) == 0
+    assert main(["report", run, *few]) == 0
+    return cids.load(tmp_path / "run" / "solution", FINITE).policy
+
+
+def reported(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", "fit", model="cpomdp_ppl.models:LineGrid")
+    write_report(folder.path, model=FINITE, policy=RandomPolicy(3), num_episodes=2, seed=3)
+
+
 BACKENDS = {
     "smc": ParticleFilter(16),
     "look-ahead": ParticleFilter(16, guide="ekf"),
@@ -151,9 +204,44 @@ CALLS = {
         4, likelihood="exact", chains=2, draws=5, seed=3
     ),
     "Solution.plot": lambda: SOLUTION.plot(2, likelihood="exact", seed=3) and None,
+    "log_likelihood": lambda: log_likelihood(LEARNABLE, EPISODES, "ekf"),
+    "maximum_likelihood": lambda: (
+        maximum_likelihood(LEARNABLE, EPISODES, "ekf", iterations=3, starts=2, seed=3, progress=False).values
+    ),
+    "particle_marginal_metropolis_hastings": lambda: particle_marginal_metropolis_hastings(
+        LEARNABLE,
+        EPISODES,
+        {"drift": dist.Gamma(1.0, 1.0)},
+        num_particles=16,
+        chains=2,
+        draws=4,
+        warm_up=4,
+        seed=3,
+        progress=False,
+    ),
+    "with_parameters": lambda: with_parameters(LEARNABLE, {"drift": 0.7}).drift,
+    "plot_contexts": lambda: plot_contexts(inferred()) and None,
+    "plot_states": lambda: plot_states(inferred()) and None,
+    "plot_filter": lambda: plot_filter(inferred()) and None,
+    "plot_agreement": lambda: plot_agreement({"ekf": inferred(), "again": inferred()}) and None,
+    "record": lambda: record(FINITE, RandomPolicy(3), num_episodes=2, num_particles=8, seed=3).posterior,
+    "write_report": reported,
+    "main": commanded,
     "exact.plan": lambda: exact.plan(FINITE).value,
-    "bound.reward_bound": lambda: bound.reward_bound(FINITE, seed=3),
+    "exact.evaluate": lambda: exact.evaluate(FINITE, RandomPolicy(3)),
+    "regret.reward_bound": lambda: regret.reward_bound(FINITE, seed=3),
+    "regret.smallest_xi": regret.smallest_xi,
+    "regret.estimate_eta": lambda: regret.estimate_eta([1.0, 0.5], [0.5, 0.25]),
     "regret.exact_regret": lambda: regret.exact_regret(FINITE, 1, temperature=0.0) and None,
+    "regret.policy_values": lambda: regret.policy_values(
+        FINITE, RandomPolicy(3), [[0.5, 0.5]], num_episodes=4, seed=3
+    ),
+    "regret.context_known_values": lambda: regret.context_known_values(FINITE, seed=3),
+    "regret.decompose": lambda: regret.decompose(
+        FINITE, RandomPolicy(3), [[[0.5, 0.5], [0.9, 0.1]]], [0], num_episodes=4, seed=3
+    ),
+    "regret.policy_gaps": lambda: regret.policy_gaps(FINITE, num_episodes=4, seed=3),
+    "regret.merge_invariant_contexts": lambda: regret.merge_invariant_contexts(FINITE, 0.1).gaps,
     "Always": played(lambda: Always(FINITE, 0)),
     "MostLikelyContext": played(lambda: MostLikelyContext(FINITE, COMMITTED)),
     "ThompsonSampling": played(lambda: ThompsonSampling(FINITE, COMMITTED)),
@@ -171,6 +259,23 @@ CALLS = {
 }
 COMMITTED = [Always(FINITE, 0), Always(FINITE, 1)]
 DARK_EPISODES = simulate(DARK, RandomPolicy(3), 4, seed=0)
+
+
+def inferred():
+    return to_inference_data(DARK, DARK_EPISODES, ParticleFilter(16), chains=2, draws=5, seed=3)
+
+
+PUBLIC = [cpomdp_ppl, cli, diagnostics, inference, learning, report, cids, exact, regret]
+TRIVIAL = {"as_backend", "as_history", "entry"}  # the last is `main`, at the end of which a process ends
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_function_is_called_here(module):
+    own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    functions = {name for name in names if inspect.isfunction(getattr(module, name))}
+    called = {word for name in CALLS for word in re.findall(r"\w+", name)}
+    assert functions - TRIVIAL <= called
 
 
 def bits(value):
@@ -253,7 +358,7 @@ def lived_in(seed, validates):
 @pytest.mark.parametrize("name", CALLS)
 def test_the_caller_is_left_alone_and_seeds_decide_everything(name, tmp_path):
     call, results = CALLS[name], []
-    takes_path = call in (saved_and_loaded, resumed)
+    takes_path = call in (saved_and_loaded, resumed, commanded, reported)
     for number, validates in ((1, True), (2, False)):
         directory = tmp_path / str(number)
         result, changed = left_alone(lambda d=directory: call(d) if takes_path else call(), number, validates)
