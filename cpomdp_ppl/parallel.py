@@ -6,8 +6,8 @@ import os
 import threading
 import time
 import warnings
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pyro
 import torch
@@ -15,12 +15,14 @@ import torch
 from cpomdp_ppl.errors import rejected, require, require_count, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from pyro.params.param_store import StateDict
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
+Results: TypeAlias = "Generator[tuple[int, Outcome], None, None]"
+"""Outcomes with the indices of their items; to be closed by who leaves early."""
 
 RETRIES = 2
 EVERY = 1.0  # seconds between looks at whether the calling process is still there
@@ -44,11 +46,12 @@ def in_parallel(
     *,
     workers: int | None = None,
     retries: int = RETRIES,
-) -> Iterator[tuple[int, Outcome]]:
+) -> Results[Outcome]:
     """Do the same to many things, and yield each outcome with its item's index as soon as it is there.
 
     Each is done by a single thread, with the caller's default dtype and Pyro params, so that bits do not
-    depend on how many there are at work. Random numbers are the function's own affair.
+    depend on how many there are at work. Random numbers are the function's own affair; on Dask, those of
+    Python's `random` are not, as threads of Dask's own draw from it, too.
 
     When a process is killed, those items that it may have been at are taken up again, after all others. The
     last time, each has a process to itself: who is killed then has nobody else to blame, and nobody is lost
@@ -150,7 +153,7 @@ def _params() -> StateDict | None:
     return store.get_state() if len(store) else None
 
 
-def _here(function: Callable[[Item], Outcome], items: Sequence[Item]) -> Iterator[tuple[int, Outcome]]:
+def _here(function: Callable[[Item], Outcome], items: Sequence[Item]) -> Results[Outcome]:
     for k, item in enumerate(items):
         with one_thread():  # not around the yield: between items the threads are the caller's
             outcome = function(item)
@@ -176,9 +179,7 @@ def _backend(workers: int | None) -> tuple[Any, int]:
     return (None, 1) if alone else (backend, n)
 
 
-def _on_joblib(
-    backend: Any, n: int, call: Alone, items: Sequence[Any], retries: int
-) -> Iterator[tuple[int, Any]]:
+def _on_joblib(backend: Any, n: int, call: Alone, items: Sequence[Any], retries: int) -> Results[Any]:
     from joblib.externals.loky.process_executor import (  # type: ignore[import-untyped]
         TerminatedWorkerError,
     )
@@ -189,10 +190,11 @@ def _on_joblib(
     while waiting:
         left = [k for k in waiting if killed[k] < max(retries, 1)] or waiting[:1]
         try:
-            for k, outcome in _once(backend, n, call, [(k, items[k]) for k in left]):
-                left.remove(k)
-                waiting.remove(k)
-                yield k, outcome
+            with closing(_once(backend, n, call, [(k, items[k]) for k in left])) as outcomes:
+                for k, outcome in outcomes:
+                    left.remove(k)
+                    waiting.remove(k)
+                    yield k, outcome
         except TerminatedWorkerError:
             # Items are taken up in this order, so that those in hand are among the first n.
             for k in left[:n]:
@@ -208,7 +210,7 @@ def _on_joblib(
         raise WorkerKilledError(sorted(missing))
 
 
-def _once(backend: Any, n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+def _once(backend: Any, n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Results[Any]:
     """All of them, until somebody is killed."""
     from joblib import Parallel, delayed
 
@@ -223,14 +225,15 @@ def _once(backend: Any, n: int, call: Alone, items: Sequence[tuple[int, Any]]) -
         return
     outcomes = Parallel(**settings, return_as="generator_unordered")(delayed(call)(*item) for item in items)
     try:
-        yield from outcomes
+        for outcome in outcomes:  # noqa: UP028  `yield from` would close it before we can
+            yield outcome
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it tells those who leave early that they might have known
             outcomes.close()
 
 
-def _on_dask(client: Any, call: Alone, items: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+def _on_dask(client: Any, call: Alone, items: Sequence[Any]) -> Results[Any]:
     """By the client itself: joblib waits for ever for a task that Dask has given up."""
     from distributed import KilledWorker, as_completed
 

@@ -8,6 +8,7 @@ import json
 import math
 import traceback
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,8 @@ def sweep(
 
     The same bits come out whatever the number of processes, and whatever is left over from an earlier sweep:
     inside a task torch has one thread, Pyro's param store is empty, and all generators of random numbers
-    start from a state that follows from the labels of the point.
+    start from a state that follows from the labels of the point. But on Dask, do not draw from Python's
+    `random`: other threads of Dask's own processes do so, too.
 
     Args:
         task: Called with a value of each axis by name. Returns numbers or arrays by name, the same names and
@@ -136,15 +138,16 @@ def sweep(
     points = [(task, grid.point(k), seed_of(identities[k]["labels"])) for k in rest]
     bar = tqdm(total=len(grid), initial=len(outcomes), disable=not progress, desc="points")
     try:
-        for i, outcome in in_parallel(_carry_out, points, workers=workers, retries=retries):
-            k = rest[i]
-            if isinstance(outcome, Failure):
-                failures[k] = outcome.text
-            else:
-                outcomes[k] = outcome
-                if place is not None:
-                    place.write(identities[k], outcome)
-            bar.update()
+        with closing(in_parallel(_carry_out, points, workers=workers, retries=retries)) as carried_out:
+            for i, outcome in carried_out:
+                k = rest[i]
+                if isinstance(outcome, Failure):
+                    failures[k] = outcome.text
+                else:
+                    outcomes[k] = outcome
+                    if place is not None:
+                        place.write(identities[k], outcome)
+                bar.update()
     except WorkerKilledError as killed:
         failures |= {rest[i]: KILLED for i in killed.missing}
     finally:

@@ -124,7 +124,7 @@ class SweepFolder:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], xr.Dataset]:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         record = json.loads(str(file["record"][()]))
         arrays = [file[str(i)] for i in range(len(record["content"]))]
     variables: dict[bool, dict[str, Any]] = {True: {}, False: {}}
