@@ -141,8 +141,11 @@ def test_a_number_of_retries_is_one(retries):
 
 
 def test_an_error_of_the_function_is_the_callers():
-    with pytest.raises(TypeError, match="bad operand"):
-        list(in_parallel(abs, [-1, "one", -3], workers=2))
+    with (
+        joblib.parallel_config(backend="multiprocessing", n_jobs=2),
+        pytest.raises(TypeError, match="bad operand"),
+    ):
+        list(in_parallel(abs, [-1, "one", -3]))
 
 
 def test_who_leaves_early_leaves_nothing_running():
