@@ -17,11 +17,12 @@ from cpomdp_ppl.context import entropy, one_prior, stratified
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
+from cpomdp_ppl.parallel import in_parallel, require_workers
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -138,7 +139,7 @@ def evaluate(
     prior: Sequence[float] | Tensor | None = None,
     told: bool = False,
     batch_size: int = 4000,
-    workers: int = 1,
+    workers: int | None = 1,
     progress: bool = False,
     seed: int | None = 0,
 ) -> Evaluation: ...
@@ -154,7 +155,7 @@ def evaluate(
     prior: Sequence[float] | Tensor | None = None,
     told: bool = False,
     batch_size: int = 4000,
-    workers: int = 1,
+    workers: int | None = 1,
     progress: bool = False,
     seed: int | None = 0,
 ) -> Comparison: ...
@@ -169,7 +170,7 @@ def evaluate(
     prior: Sequence[float] | Tensor | None = None,
     told: bool = False,
     batch_size: int = 4000,
-    workers: int = 1,
+    workers: int | None = 1,
     progress: bool = False,
     seed: int | None = 0,
 ) -> Evaluation | Comparison:
@@ -188,7 +189,8 @@ def evaluate(
         told: Whether the policy is told the context: it then starts from a prior that is sure of it.
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
-            needs the extra `parallel`. It makes no difference to the result.
+            needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
+            or takes all cores; see `cpomdp_ppl.parallel`. It makes no difference to the result.
         progress: Whether to show a progress bar, by batches.
         seed: Of everything random; None takes fresh entropy.
 
@@ -216,7 +218,7 @@ def evaluate(
     B = require_count("num_episodes", num_episodes)
     require_seed(seed)
     size = require_count("batch_size", batch_size)
-    require_count("workers", workers)
+    require_workers(workers)
     p = one_prior(prior, model)
     backend = most_exact(model) if likelihood is None else as_backend(likelihood)
     root = np.random.SeedSequence(seed)
@@ -227,7 +229,9 @@ def evaluate(
         (model, as_policy(policy), contexts[k::parts], given, told, backend, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
-    outcomes = list(tqdm(_each(tasks, workers), total=parts, disable=not progress, desc="episodes"))
+    played = in_parallel(_play, tasks, workers=workers)
+    by_part = dict(tqdm(played, total=parts, disable=not progress, desc="episodes"))
+    outcomes = [by_part[k] for k in range(parts)]
     c, returns, last = (
         torch.cat(series) for series in zip(*[outcome[:3] for outcome in outcomes], strict=True)
     )
@@ -252,22 +256,6 @@ def evaluate(
 Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor | None, bool, Backend, list[int]]"
 Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
 """Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
-
-
-def _each(tasks: list[Task], workers: int) -> Iterable[Outcome]:
-    if workers == 1:
-        return map(_play, tasks)
-    from joblib import Parallel, delayed  # type: ignore[import-untyped]
-
-    played: Iterable[Outcome] = Parallel(n_jobs=workers, return_as="generator")(
-        delayed(_play_alone)(task) for task in tasks
-    )
-    return played
-
-
-def _play_alone(task: Task) -> Outcome:
-    torch.set_num_threads(1)  # the other processes have the other cores
-    return _play(task)
 
 
 def _play(task: Task) -> Outcome:

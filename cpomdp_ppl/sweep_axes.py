@@ -1,0 +1,166 @@
+"""The points of a sweep: the product of its axes, and outcomes laid out along them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import xarray as xr
+from torch import Tensor
+
+from cpomdp_ppl.digest import digest
+from cpomdp_ppl.errors import rejected, require
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+Axis: TypeAlias = "Mapping[str, Any] | Iterable[Any]"
+"""Numbers or words, or anything by label."""
+
+NUMBERS = "biufc"  # kinds of NumPy's dtypes that can be told in one
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The product of several axes; the last one varies fastest.
+
+    Attributes:
+        values: By axis and label.
+    """
+
+    values: Mapping[str, Mapping[Any, Any]]
+
+    @staticmethod
+    def of(axes: Mapping[str, Axis]) -> Grid:
+        """Check axes, and give every value a label."""
+        require(isinstance(axes, Mapping) and len(axes) > 0, "axes", axes, "values by the name of the axis")
+        for name in axes:
+            require(isinstance(name, str) and name.isidentifier(), "axes", name, "names of arguments")
+        return Grid({name: _labelled(name, axis) for name, axis in axes.items()})
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.values.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes."""
+        return tuple(self.values)
+
+    def _place(self, k: int) -> tuple[int, ...]:
+        shape = tuple(map(len, self.values.values()))
+        return tuple(int(i) for i in np.unravel_index(k, shape))
+
+    def labels(self, k: int) -> tuple[Any, ...]:
+        """Of the k-th point."""
+        return tuple(list(axis)[i] for i, axis in zip(self._place(k), self.values.values(), strict=True))
+
+    def point(self, k: int) -> dict[str, Any]:
+        """Values of the k-th point, by axis."""
+        labels = zip(self.names, self.labels(k), strict=True)
+        return {name: self.values[name][label] for name, label in labels}
+
+    def identities(self) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+        """Labels and digests of every point, by axis."""
+        digests = {
+            name: {label: digest(each) for label, each in axis.items()} for name, axis in self.values.items()
+        }
+        for labels in itertools.product(*self.values.values()):
+            by_axis = dict(zip(self.names, labels, strict=True))
+            yield by_axis, {name: digests[name][label] for name, label in by_axis.items()}
+
+    def assembled(self, outcomes: Mapping[int, xr.Dataset]) -> xr.Dataset:
+        """All outcomes in one, with NaN, or what stands for it, where there are none.
+
+        Raises:
+            ValueError: If one is unlike the others, saying which.
+        """
+        coords = {name: _coordinate(name, axis) for name, axis in self.values.items()}
+        if not outcomes:
+            return xr.Dataset(coords=coords)
+        (first, like), *others = sorted(outcomes.items())
+        for k, other in others:
+            unlike = _unlike(like, other)
+            if unlike is not None:
+                one, two = (named(self.names, self.labels(each)) for each in (first, k))
+                raise ValueError(f"outcomes do not fit together: {unlike} is not the same at {one} and {two}")
+        shape = tuple(map(len, self.values.values()))
+        variables = {}
+        for name, variable in like.data_vars.items():
+            dtype = np.result_type(*[each[name].dtype for each in outcomes.values()])
+            holes = len(outcomes) < len(self)
+            full = _empty((len(self), *variable.shape), dtype, holes)
+            for k, each in outcomes.items():
+                full[k] = each[name].values
+            dims = (*self.names, *variable.dims)
+            variables[name] = (dims, full.reshape(*shape, *variable.shape))
+        return xr.Dataset(variables, coords | {name: like[name].variable for name in like.coords})
+
+
+def _labelled(name: str, axis: Axis) -> dict[Any, Any]:
+    if isinstance(axis, Mapping):
+        for label in axis:
+            require(isinstance(label, str), name, label, "labels that are words")
+        pairs = list(axis.items())
+    else:
+        proper = isinstance(axis, Iterable) and not isinstance(axis, str | bytes)
+        require(proper, name, axis, "a sequence of values, or values by label")
+        values = [_plain(each) for each in axis]
+        for each in values:
+            if each is not None and not isinstance(each, bool | int | float | str):
+                raise rejected(name, each, "numbers or words; to anything else give a label: {label: value}")
+        # Words and numbers, or truth values and numbers, have no coordinate in common.
+        alike = len({_kind(each) for each in values}) == 1 and values[0] is not None
+        pairs = [(each if alike else str(each), each) for each in values]
+    require(len(pairs) > 0, name, axis, "at least one value")
+    labels = [label for label, _ in pairs]
+    require(len(set(labels)) == len(labels), name, labels, "values that differ")
+    return dict(pairs)
+
+
+def _plain(value: Any) -> Any:
+    scalar = isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0
+    return value.item() if scalar else value
+
+
+def _kind(value: Any) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "number" if number else type(value).__name__
+
+
+def _coordinate(name: str, axis: Iterable[Any]) -> xr.Variable:
+    return xr.Variable((name,), np.array(list(axis)))
+
+
+def _unlike(one: xr.Dataset, other: xr.Dataset) -> Hashable | None:
+    """The first variable in which two outcomes differ in kind: name, shape, or coordinates."""
+    for missing in sorted(map(str, one.variables.keys() ^ other.variables.keys())):
+        return missing
+    for name, variable in one.variables.items():
+        theirs = other.variables[name]
+        if (variable.dims, variable.shape) != (theirs.dims, theirs.shape):
+            return name
+        kinds = {variable.dtype.kind, theirs.dtype.kind}
+        if len(kinds) > 1 and not kinds <= set(NUMBERS):
+            return name
+        if name in one.coords and not np.array_equal(variable.values, theirs.values):
+            return name
+    return None
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], holes: bool) -> np.ndarray[Any, Any]:
+    if not holes:
+        return np.empty(shape, dtype)
+    if dtype.kind in "biu":
+        dtype = np.dtype(float)
+    if dtype.kind in "mM":
+        return np.full(shape, np.array("NaT", dtype))
+    return np.full(shape, np.nan, dtype) if dtype.kind in "fc" else np.zeros(shape, dtype)
+
+
+def named(axes: Sequence[str], labels: Sequence[Any]) -> str:
+    """A point in words: `model=grid, seed=0`."""
+    return ", ".join(f"{axis}={label}" for axis, label in zip(axes, labels, strict=True))

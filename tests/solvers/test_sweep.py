@@ -1,0 +1,121 @@
+"""Fits over models, settings and seeds: what each would be by itself, and nothing lost when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from cpomdp_ppl import evaluate
+from cpomdp_ppl.models import ContextualTiger, LineGrid
+from solvers import cids
+from solvers.checkpoint import load_tensors
+from solvers.cids import CHECKPOINT
+from solvers.policies import LSTMPolicy
+from solvers.sweep import FITS, sweep
+
+ROOT = Path(__file__).parent.parent.parent
+QUICK = dict(likelihood="exact", iterations=3, batch_size=20)
+HERE = dict(num_episodes=60, workers=1, progress=False)
+
+
+def timeless(found):
+    return found.drop_vars("training_seconds")
+
+
+def test_each_point_is_a_fit_and_its_evaluation():
+    models = {"grid": LineGrid(horizon=3), "tiger": ContextualTiger(horizon=3)}
+    found = sweep(models, seeds=2, temperature=[0.0, 2.0], evaluation_seed=5, **QUICK, **HERE)
+    assert dict(found.sizes) == {"model": 2, "temperature": 2, "seed": 2}
+    assert (found["training_seconds"] > 0).all()
+    for name, temperature, seed in (("grid", 2.0, 1), ("tiger", 0.0, 0)):
+        model = models[name]
+        alone = cids.fit(model, temperature=temperature, seed=seed, progress=False, **QUICK)
+        expected = evaluate(model, alone.policy, 60, seed=5)
+        one = found.sel(model=name, temperature=temperature, seed=seed)
+        assert one["return"].item() == expected.returns.mean
+        assert one["return_standard_error"].item() == expected.returns.standard_error
+        assert one["entropy"].item() == expected.entropy.mean
+        assert one["identified"].item() == expected.identified
+    assert len(set(found["return"].values.flat)) > 1
+
+
+def test_settings_by_label_and_for_all():
+    model = LineGrid(horizon=3)
+    objectives = {"eq. 5": "information", "Lemma 2": "variational"}
+    found = sweep(model, seeds=[7], objective=objectives, prior=(0.8, 0.2), **QUICK, **HERE)
+    assert found["return"].dims == ("model", "objective", "seed")
+    assert found["model"].values.tolist() == ["LineGrid"]
+    alone = cids.fit(model, objective="variational", prior=(0.8, 0.2), seed=7, progress=False, **QUICK)
+    expected = alone.evaluate(60).returns.mean
+    assert found["return"].sel(model="LineGrid", objective="Lemma 2", seed=7).item() == expected
+
+
+def test_a_policy_that_is_given_is_learned_anew_at_each_point():
+    model = LineGrid(horizon=3)
+    policy = LSTMPolicy(model, hidden=8, seed=0)
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    both = sweep(model, seeds=2, policy=policy, **QUICK, **HERE)
+    assert all(bool((before[name] == weight).all()) for name, weight in policy.state_dict().items())
+    assert timeless(sweep(model, seeds=[1], policy=policy, **QUICK, **HERE)).identical(
+        timeless(both.sel(seed=[1]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "message"),
+    [
+        (LineGrid, {}, "models: expected"),
+        ([], {}, "models: expected"),
+        ([LineGrid(), LineGrid(horizon=3)], {}, "models: expected names"),
+        ({"a": 3}, {}, "model: expected an instance"),
+        (LineGrid(), {"seeds": 0}, "seeds: expected"),
+        (LineGrid(), {"num_episodes": 0}, "num_episodes: expected"),
+        (LineGrid(), {"evaluation_seed": None}, "evaluation_seed: expected"),
+        (LineGrid(), {"temprature": 3}, "settings: expected those of cids.fit"),
+        (LineGrid(), {"checkpoint": "here"}, "settings: expected those of cids.fit"),
+    ],
+)
+def test_arguments_that_make_no_sense(models, settings, message):
+    with pytest.raises(ValueError, match=message):
+        sweep(models, **{**HERE, **settings})
+
+
+def test_a_killed_fit_goes_on_where_it_was(tmp_path, monkeypatch):
+    """In the middle of a fit; what it had learned is there, and it ends where it would have ended."""
+    folder, settings = tmp_path / "sweep", dict(likelihood="exact", iterations=40, batch_size=20)
+    script = f"""
+    from cpomdp_ppl.models import LineGrid
+    from solvers.sweep import sweep
+
+    settings = dict({settings!r}, checkpoint_every=2)
+    sweep(LineGrid(horizon=3), seeds=1, folder={str(folder)!r}, **settings, **{HERE!r})
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env=environment)
+    try:
+        end = time.monotonic() + 60
+        while not list(folder.glob(f"{FITS}/*/{CHECKPOINT}")):
+            assert time.monotonic() < end
+            assert killed.poll() is None
+            time.sleep(0.02)
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    (checkpoint,) = folder.glob(f"{FITS}/*/{CHECKPOINT}")
+    model = LineGrid(horizon=3)
+    learned = int(load_tensors(checkpoint, model.device)["learner"]["iteration"])
+    assert 0 < learned < 40
+    iterations, iterate = [], cids.Fitting.iterate
+    monkeypatch.setattr(cids.Fitting, "iterate", lambda fitting: iterations.append(1) or iterate(fitting))
+    resumed = sweep(model, seeds=1, folder=folder, checkpoint_every=2, **settings, **HERE)
+    assert len(iterations) == 40 - learned
+    assert not (folder / FITS).exists()
+    whole = sweep(model, seeds=1, checkpoint_every=2, **settings, **HERE)
+    assert timeless(resumed).identical(timeless(whole))

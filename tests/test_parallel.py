@@ -1,0 +1,215 @@
+"""Things done side by side: the same bits however many are at work, and none lost when one is killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import constraints
+
+from cpomdp_ppl import RandomPolicy, compare, evaluate, parallel
+from cpomdp_ppl.models import LightDark, LineGrid
+from cpomdp_ppl.parallel import WorkerKilledError, in_parallel, one_thread
+from solvers.policies import LSTMPolicy
+from tests.programs import Learnable
+from tests.tasks import KilledOnce, Remembering, nested, nothing_quickly, surroundings
+
+joblib = pytest.importorskip("joblib")
+from joblib.externals.loky.process_executor import TerminatedWorkerError  # noqa: E402
+
+
+class Deadly:
+    """In place of processes: of n at work at a time, in order, all die with the first that is deadly.
+
+    Args:
+        deaths: How often an item is deadly, by index.
+    """
+
+    def __init__(self, deaths):
+        self.deaths = deaths
+        self.begun = []
+
+    def __call__(self, backend, n, call, items):
+        for i, (k, item) in enumerate(items):
+            self.begun.append([index for index, _ in items[i : i + n]])
+            for other in self.begun[-1]:
+                if self.deaths.get(other, 0) > 0:
+                    self.deaths[other] -= 1
+                    raise TerminatedWorkerError
+            yield k, call.function(item)
+
+
+@pytest.fixture
+def deadly(monkeypatch):
+    def make(**deaths):
+        processes = Deadly({int(name[1:]): times for name, times in deaths.items()})
+        monkeypatch.setattr(parallel, "_once", processes)
+        return processes
+
+    return make
+
+
+def test_whoever_is_killed_is_replaced(deadly):
+    deadly(_2=1, _5=2)
+    with pytest.warns(RuntimeWarning, match="a process was killed"):
+        done = dict(in_parallel(abs, [-k for k in range(8)], workers=3))
+    assert done == {k: k for k in range(8)}
+
+
+def test_a_deadly_item_takes_nobody_with_it(deadly):
+    """All others are done, although each time that one is taken up all processes go down with it."""
+    processes = deadly(_1=99)
+    done = {}
+    outcomes = (done.update([each]) for each in in_parallel(abs, [-k for k in range(6)], workers=3))
+    with pytest.warns(RuntimeWarning), pytest.raises(WorkerKilledError, match="item 1 was killed") as caught:
+        list(outcomes)
+    assert done == {k: k for k in (0, 2, 3, 4, 5)}
+    assert caught.value.missing == (1,)
+    assert sum(1 in begun for begun in processes.begun) == 1 + parallel.RETRIES
+    assert [1] in processes.begun  # the last time by itself
+
+
+def test_without_retries_the_first_loss_is_the_last(deadly):
+    deadly(_0=1)
+    with pytest.warns(RuntimeWarning), pytest.raises(WorkerKilledError) as caught:
+        list(in_parallel(abs, [-1, -2, -3], workers=2, retries=0))
+    assert caught.value.missing == (0, 1)
+
+
+def test_everywhere_the_same_surroundings():
+    """One thread, the caller's dtype and params, in whichever process; the caller's stay as they are."""
+    before = torch.get_num_threads()
+    with pyro.get_param_store().scope():
+        pyro.param("gain", torch.tensor(2.0), constraint=constraints.positive)
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(2)
+        try:
+            for workers in (1, 2):
+                for _, (*seen, process) in in_parallel(surroundings, range(2), workers=workers):
+                    assert seen == [1, "torch.float64", pytest.approx(2.0)]
+                    assert (process == os.getpid()) == (workers == 1)
+                assert torch.get_num_threads() == 2
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_num_threads(before)
+
+
+def test_inside_one_of_many_there_is_one_process():
+    for _, (inner, process) in in_parallel(nested, [2, 2], workers=2):
+        assert process != os.getpid()
+        assert {seen[-1] for _, seen in inner} == {process}
+
+
+def test_the_active_configuration_of_joblib_decides():
+    def processes(workers):
+        return {seen[-1] for _, seen in in_parallel(surroundings, range(4), workers=workers)}
+
+    with joblib.parallel_config(n_jobs=2):
+        assert os.getpid() not in processes(None)
+        assert processes(1) == {os.getpid()}
+    with joblib.parallel_config(backend="sequential"):
+        assert processes(None) == {os.getpid()}
+    with joblib.parallel_config(backend="multiprocessing", n_jobs=2):  # which has no generators
+        assert os.getpid() not in processes(None)
+    with joblib.parallel_config(backend="threading"), pytest.raises(ValueError, match="backend: expected"):
+        processes(2)
+
+
+def test_joblib_is_asked_for_when_it_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    assert dict(in_parallel(abs, [-1], workers=1)) == {0: 1}
+    for workers in (None, 2):
+        with pytest.raises(ValueError, match=r"cpomdp-ppl\[parallel\]"):
+            in_parallel(abs, [-1], workers=workers)
+    with pytest.raises(ValueError, match=r"cpomdp-ppl\[parallel\]"):
+        evaluate(LineGrid(), RandomPolicy(3), 10, workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "two"])
+def test_a_number_of_processes_is_one(workers):
+    with pytest.raises(ValueError, match="workers: expected a positive integer"):
+        in_parallel(abs, [-1], workers=workers)
+
+
+@pytest.mark.parametrize("retries", [-1, 0.5, None])
+def test_a_number_of_retries_is_one(retries):
+    with pytest.raises(ValueError, match="retries: expected"):
+        in_parallel(abs, [-1], workers=1, retries=retries)
+
+
+def test_an_error_of_the_function_is_the_callers():
+    with (
+        joblib.parallel_config(backend="multiprocessing", n_jobs=2),
+        pytest.raises(TypeError, match="bad operand"),
+    ):
+        list(in_parallel(abs, [-1, "one", -3]))
+
+
+def test_who_leaves_early_leaves_nothing_running():
+    outcomes = in_parallel(nothing_quickly, [0] * 50, workers=2)
+    assert next(outcomes)[1] == 0
+    outcomes.close()
+    assert dict(in_parallel(abs, [-1, -3], workers=2)) == {0: 1, 1: 3}
+
+
+def numbers(evaluation):
+    content = evaluation.as_dict()
+    del content["seconds_per_decision"]
+    return content
+
+
+def test_evaluation_has_the_same_bits_however_many_play():
+    """In this process torch has two threads outside."""
+    model = LightDark()
+    policy = LSTMPolicy(model, seed=0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = [
+            numbers(evaluate(model, policy, 300, batch_size=60, likelihood="ekf", workers=workers, seed=1))
+            for workers in (1, 2, 3)
+        ]
+    finally:
+        torch.set_num_threads(before)
+    assert others == [first, first]
+
+
+def test_comparison_runs_where_joblib_is_configured_to():
+    model, policies = LineGrid(), {"random": RandomPolicy(3), "process": Remembering()}
+    with joblib.parallel_config(backend="loky", n_jobs=2):
+        table = compare(model, policies, 40, batch_size=20, workers=None)
+    here = compare(model, policies, 40, batch_size=20)
+    assert numbers(table.evaluations["random"]) == numbers(here.evaluations["random"])
+    assert table.evaluations["process"].returns != here.evaluations["process"].returns
+
+
+def test_evaluation_survives_a_killed_process(tmp_path):
+    model, settings = LineGrid(), {"batch_size": 20, "seed": 4}
+    with pytest.warns(RuntimeWarning, match="a process was killed"):
+        survived = evaluate(model, KilledOnce(tmp_path / "killed"), 80, workers=2, **settings)
+    assert numbers(survived) == numbers(evaluate(model, KilledOnce(None), 80, **settings))
+
+
+def test_evaluation_in_other_processes_sees_learned_constants():
+    """What Pyro's param store has learned decides the return, in whichever process."""
+    model, settings = Learnable(), {"batch_size": 20, "seed": 2, "likelihood": "ekf"}
+    unlearned = numbers(evaluate(model, RandomPolicy(2), 60, **settings))
+    with pyro.get_param_store().scope():
+        pyro.param("drift", torch.tensor(5.0), constraint=constraints.positive)
+        one, two = (numbers(evaluate(model, RandomPolicy(2), 60, workers=w, **settings)) for w in (1, 2))
+    assert one == two
+    assert one["returns"] != unlearned["returns"]
+
+
+def test_threads_are_the_callers_again_after_an_error():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError), one_thread():
+            torch.get_num_threads() / (torch.get_num_threads() - 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
