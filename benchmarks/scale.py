@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from cpomdp_ppl.inference import Filtering
+
 MIB = 2**20
 LIMIT = 4096  # MiB, of the full size
 STANDARD_ERRORS = 4.0  # that an estimate may be away from the truth
@@ -104,11 +106,13 @@ class Measured:
 
     Attributes:
         seconds: Of the work alone.
+        processor: Seconds that the processor gave to it: less, if others use the machine.
         peak: The most memory the process ever had, MiB.
         libraries: What it had before the work: Python, torch and Pyro, MiB.
     """
 
     seconds: float
+    processor: float
     peak: float
     libraries: float
 
@@ -136,6 +140,14 @@ def peak_memory() -> float:
 LIBRARIES = peak_memory()
 
 
+def timed(work: Callable[[], object]) -> Measured:
+    """Do it once."""
+    start, began = time.perf_counter(), time.process_time()
+    work()
+    seconds, processor = time.perf_counter() - start, time.process_time() - began
+    return Measured(seconds, processor, peak_memory(), LIBRARIES)
+
+
 def filtered(size: Size) -> Measured:
     """Filter episodes of this size, as a user would."""
     torch.set_num_threads(1)
@@ -143,18 +155,14 @@ def filtered(size: Size) -> Measured:
     short = Currents(size.C, 2)  # whatever is done only once is not part of the time
     smc.run(short, simulate(short, policy, min(size.B, 4), seed=0), seed=0)
     episodes = simulate(model, policy, size.B, seed=0)
-    start = time.perf_counter()
-    smc.run(model, episodes, seed=0)
-    return Measured(time.perf_counter() - start, peak_memory(), LIBRARIES)
+    return timed(lambda: smc.run(model, episodes, seed=0))
 
 
 def simulated(size: Size) -> Measured:
     """Draw that many episodes; there are no particles in it."""
     torch.set_num_threads(1)
     model = Currents(size.C, size.T)
-    start = time.perf_counter()
-    simulate(model, RandomPolicy(2), size.B, seed=0)
-    return Measured(time.perf_counter() - start, peak_memory(), LIBRARIES)
+    return timed(lambda: simulate(model, RandomPolicy(2), size.B, seed=0))
 
 
 def compared(size: Size) -> tuple[Measured, Exactness]:
@@ -162,9 +170,9 @@ def compared(size: Size) -> tuple[Measured, Exactness]:
     torch.set_num_threads(1)
     model = Currents(size.C, size.T)
     episode = simulate(model, RandomPolicy(2), 1, seed=0)
-    start = time.perf_counter()
-    found = ParticleFilter(size.N).run(model, episode, seed=0)
-    measured = Measured(time.perf_counter() - start, peak_memory(), LIBRARIES)
+    results: list[Filtering] = []
+    measured = timed(lambda: results.append(ParticleFilter(size.N).run(model, episode, seed=0)))
+    (found,) = results
     truth = ExtendedKalmanFilter().run(model, episode).log_likelihood[0]
     assert found.standard_error is not None
     estimate, error = found.log_likelihood[0], found.standard_error[0]
@@ -174,7 +182,7 @@ def compared(size: Size) -> tuple[Measured, Exactness]:
 def in_turn(
     work: Callable[[Size], Measured], sizes: Sequence[Size], repeats: int, progress: tqdm[Never]
 ) -> list[Measured]:
-    """Median time and peak memory of each size, each in a process of its own."""
+    """Median times of each size, each in a process of its own, and its peak memory the first time."""
     taken: list[list[Measured]] = [[] for _ in sizes]
     with ExitStack() as processes:
         workers = [processes.enter_context(fresh_process()) for _ in sizes]
@@ -184,7 +192,11 @@ def in_turn(
                 found.append(worker.submit(work, size).result())
                 progress.update()
     return [
-        Measured(statistics.median(each.seconds for each in found), found[-1].peak, found[-1].libraries)
+        replace(
+            found[0],
+            seconds=statistics.median(each.seconds for each in found),
+            processor=statistics.median(each.processor for each in found),
+        )
         for found in taken
     ]
 
@@ -200,13 +212,14 @@ def growth(centre: Size, factors_of: tuple[str, ...], repeats: int, progress: tq
     whole, *others = in_turn(filtered, [centre, *(size for _, _, size in cases)], repeats, progress)
     print(f"\n### Around {centre}\n")
     print(f"Contexts × particles × steps × episodes; medians of {repeats}.\n")
-    print("| varied | value | time, s | time, ratio | peak memory, MiB | for the work | memory, ratio |")
-    print("|---|---|---|---|---|---|---|")
-    print(f"| nothing | | {whole.seconds:.2f} | 1 | {whole.peak:.0f} | {whole.own:.0f} | 1 |")
+    print("| varied | value | time, s | ratio | processor time, ratio | memory, MiB | for the work | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    print(f"| nothing | | {whole.seconds:.2f} | 1 | 1 | {whole.peak:.0f} | {whole.own:.0f} | 1 |")
     for (name, _, size), found in zip(cases, others, strict=True):
         print(
             f"| {FACTORS[name]} | {getattr(size, name):,} | {found.seconds:.2f} "
-            f"| {found.seconds / whole.seconds:.2f} | {found.peak:.0f} | {found.own:.0f} "
+            f"| {found.seconds / whole.seconds:.2f} | {found.processor / whole.processor:.2f} "
+            f"| {found.peak:.0f} | {found.own:.0f} "
             f"| {found.peak / whole.peak:.2f} |"
         )
     cells = math.prod(astuple(centre))
