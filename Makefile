@@ -29,11 +29,10 @@ tests: $(INSTALLED)
 browser: $(INSTALLED)
 	REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest tests/browser
 
+# Writes benchmarks/README.md; `python -m benchmarks scale fit` makes these sections anew.
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
-	$(BIN)/python benchmarks/simulate.py
-	$(BIN)/python benchmarks/likelihood.py
-	$(BIN)/python benchmarks/fit.py
+	$(BIN)/python -m benchmarks
 
 # The constraints keep to versions that are known to work together; a newer torch may come with gigabytes of CUDA.
 $(INSTALLED): pyproject.toml constraints.txt

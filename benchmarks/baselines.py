@@ -1,12 +1,14 @@
 """Everybody on the same episodes: rules, planners at equal budgets, learners, C-IDS.
 
-    python benchmarks/baselines.py                                     # both models: hours
-    python benchmarks/baselines.py --model LineGrid --jobs 2
-    python benchmarks/baselines.py --only "POUCT" "C-IDS"              # rows whose names begin so
-    python benchmarks/baselines.py --table                             # of what has been measured
+    python benchmarks/baselines.py                                     # LightDark, few episodes: minutes
+    python benchmarks/baselines.py --full                              # all rows, both models: hours
+    python benchmarks/baselines.py --full --model LineGrid --jobs 2
+    python benchmarks/baselines.py --full --only "POUCT" "C-IDS"       # rows whose names begin so
+    python benchmarks/baselines.py --full --table                      # of what has been measured
 
-A row that has been measured is kept in runs/baselines, and is not measured again: after an interruption it
-goes on from there. Needs the extras `pomcp`, `parallel` and `plot`, and `rl` for recurrent PPO.
+With `--full`, a row that has been measured is kept in runs/baselines, and is not measured again: after an
+interruption it goes on from there. Needs the extras `pomcp`, `parallel` and `plot`, and `rl` for recurrent
+PPO.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +49,21 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs/baselines")
 PLANNED, LEARNED = 500, 4000  # episodes
+SHORT = {  # rows of the short table, and their episodes: as many as take a minute at most
+    "told the context": 2000,
+    "random": 2000,
+    "one way": 2000,
+    "likeliest context": 2000,
+    "Thompson sampling": 2000,
+    "QMDP, τ = 3": 500,
+    "POMCP, raw, 500": 16,
+    "POMCP, 10 bins, 500": 16,
+    "POUCT, commitment, 500": 16,
+    "PFT-DPW, 500": 60,
+    "IPFT, τ = 1, 500": 60,
+    "RDPG-RNN, 10,000 episodes": 2000,
+    "C-IDS": 2000,
+}
 TUNING = 1  # the seed of episodes that rules are tuned on
 
 
@@ -157,15 +175,16 @@ def as_curve(history: Any) -> dict[str, list[float]]:
     return {"episodes": history.episodes.values.tolist(), "return": history.training_return.values.tolist()}
 
 
-def place(model_name: str, row: str) -> Path:
-    return RUNS / model_name / (re.sub(r"[^\w]+", "_", row) + ".json")
+def place(folder: Path, model_name: str, row: str) -> Path:
+    return folder / model_name / (re.sub(r"[^\w]+", "_", row) + ".json")
 
 
-def measure(model_name: str, row: str) -> None:
-    """Measure one row, and keep it."""
+def measure(folder: Path, model_name: str, row: str, few: int | None = None) -> None:
+    """Measure one row, on few episodes if it says how many, and keep it."""
     torch.set_num_threads(1)  # the other rows have the other cores
     model: CPOMDP = getattr(models, model_name)()
     num_episodes, make = rows(model)[row]
+    num_episodes = num_episodes if few is None else few
     made = make()
     began = time.perf_counter()
     result = evaluate(
@@ -180,18 +199,18 @@ def measure(model_name: str, row: str) -> None:
     }
     if isinstance(made.policy, POMCP):
         record["deprivation"] = vars(made.policy.deprivation)
-    path = place(model_name, row)
+    path = place(folder, model_name, row)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(record))
     unfinished.replace(path)
-    print(f"{model_name}: {row}: {result.returns}, {record['seconds']:.0f} s", flush=True)
+    print(f"{model_name}: {row}: {result.returns}, {record['seconds']:.0f} s", file=sys.stderr, flush=True)
 
 
-def measured(model_name: str) -> dict[str, dict[str, Any]]:
+def measured(folder: Path, model_name: str) -> dict[str, dict[str, Any]]:
     """All rows there are, in order."""
     names = rows(getattr(models, model_name)())
-    paths = {name: place(model_name, name) for name in names}
+    paths = {name: place(folder, model_name, name) for name in names}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
@@ -203,14 +222,14 @@ def as_evaluation(record: dict[str, Any]) -> Evaluation:
     return Evaluation(**parts)
 
 
-def report(model_name: str) -> None:
+def report(folder: Path, model_name: str) -> None:
     """The table, who lost beliefs, and what the rules were tuned to."""
-    records = measured(model_name)
+    records = measured(folder, model_name)
     table = Comparison(
         {name: as_evaluation(record["evaluation"]) for name, record in records.items()},
         {name: r["training_seconds"] for name, r in records.items() if r["training_seconds"] is not None},
     )
-    print(f"\n## {model_name}\n\n{table}\n")
+    print(f"\n### {model_name}\n\n{table}\n")
     for name, record in records.items():
         if record["note"]:
             print(f"- {name}: {record['note']}")
@@ -221,9 +240,9 @@ def report(model_name: str) -> None:
             )
 
 
-def draw_curves(model_name: str, path: Path) -> None:
+def draw_curves(folder: Path, model_name: str, path: Path) -> None:
     """Return against episodes, of all that learn."""
-    records = {name: r["curve"] for name, r in measured(model_name).items() if r["curve"]}
+    records = {name: r["curve"] for name, r in measured(folder, model_name).items() if r["curve"]}
     if not records:
         return
     with plt.style.context("tableau-colorblind10"):
@@ -234,7 +253,7 @@ def draw_curves(model_name: str, path: Path) -> None:
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    print(f"learning curves: {path}")
+    print(f"learning curves: {path}", file=sys.stderr)
 
 
 def smoothed(values: list[float], points: int = 60) -> Any:
@@ -250,23 +269,46 @@ def smoothed(values: list[float], points: int = 60) -> Any:
 def main() -> None:
     """Measure what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", choices=list(TOLD), nargs="*", default=list(TOLD))
+    parser.add_argument("--full", action="store_true", help="all rows, on hundreds or thousands of episodes")
+    parser.add_argument("--model", choices=list(TOLD), nargs="*", help="LightDark, and both with --full")
     parser.add_argument("--only", nargs="*", default=[""], help="names of rows, or how they begin")
     parser.add_argument("--jobs", type=int, default=1, help="rows measured at once")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--table", action="store_true", help="measure nothing; of what --full has measured")
     options = parser.parse_args()
+    if options.full or options.table:
+        full(options.model or list(TOLD), tuple(options.only), options.jobs, options.table)
+    else:
+        short(options.model or ["LightDark"], tuple(options.only), options.jobs)
 
+
+def full(model_names: list[str], only: tuple[str, ...], jobs: int, table: bool) -> None:
+    """Measure what is missing among all rows, and print the tables."""
     missing = [
-        (model_name, row)
-        for model_name in options.model
+        (RUNS, model_name, row)
+        for model_name in model_names
         for row in rows(getattr(models, model_name)())
-        if row.startswith(tuple(options.only)) and not place(model_name, row).exists()
+        if row.startswith(only) and not place(RUNS, model_name, row).exists()
     ]
-    if not options.table:
-        Parallel(n_jobs=options.jobs)(delayed(measure)(*each) for each in missing)
-    for model_name in options.model:
-        report(model_name)
-        draw_curves(model_name, RUNS / f"{model_name}_curves.png")
+    if not table:
+        Parallel(n_jobs=jobs)(delayed(measure)(*each) for each in missing)
+    for model_name in model_names:
+        report(RUNS, model_name)
+        draw_curves(RUNS, model_name, RUNS / f"{model_name}_curves.png")
+
+
+def short(model_names: list[str], only: tuple[str, ...], jobs: int) -> None:
+    """Measure the rows of the short table, all of them anew, and print it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        chosen = [
+            (folder, model_name, row, few)
+            for model_name in model_names
+            for row, few in SHORT.items()
+            if row.startswith(only)
+        ]
+        Parallel(n_jobs=jobs)(delayed(measure)(*each) for each in chosen)
+        for model_name in model_names:
+            report(folder, model_name)
 
 
 if __name__ == "__main__":

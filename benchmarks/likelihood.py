@@ -8,6 +8,7 @@ Everything runs on one thread, in one process; functions take turns, so that a s
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import light_dark_peers as peers  # first: it sets the libraries' numbers of threads
@@ -129,7 +130,7 @@ def accuracy(model: LightDark) -> None:
     path = Path("runs/likelihood_accuracy.png")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
-    print(f"\nfigure: {path}")
+    print(f"figure: {path}", file=sys.stderr)
 
 
 def main() -> None:

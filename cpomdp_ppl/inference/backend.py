@@ -274,9 +274,35 @@ def initial_step(episodes: Episodes, offset: int) -> Seen:
     return Seen(0, None, episodes.initial_observations, flags, rows, None, offset, complete=complete)
 
 
+class Series:
+    """What a recursion says at every time, in memory that is taken at once.
+
+    Small tensors that stay, made one by one between large ones that go, would each break a gap that the next
+    large one needs, and the memory of long episodes would grow by a large tensor for every step.
+
+    Args:
+        length: At how many times.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.values: Any = None  # leaves [length, C, B, …]
+
+    def __setitem__(self, t: int, value: Any) -> None:
+        if self.values is None:
+            self.values = map_state(lambda leaf: leaf.new_empty((self.length, *leaf.shape)), value)
+        map_state(lambda kept, leaf: kept[t].copy_(leaf), self.values, value)
+
+    def by_episode(self) -> Any:
+        """Leaves `[B, length, C, …]`; None for what the recursion does not know."""
+        return map_state(lambda leaf: leaf.movedim(2, 0), self.values)
+
+
 def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:
     """Run a recursion over a batch of episodes."""
-    model, B = recursion.model, len(episodes)
+    model, B, T = recursion.model, len(episodes), episodes.horizon
+    increments, rewards, ess, resampled = (Series(T) for _ in range(4))
+    means, variances = Series(T + 1), Series(T + 1)
     belief = recursion.start(B)
     first = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
     looks = []
@@ -284,38 +310,31 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         seen = initial_step(episodes, offset)
         belief, first = recursion.look(belief, seen)
         looks.append((seen, first))
-    means = [recursion.moments(belief)] if moments else []
-    rewards, increments, ess, resampled = [], [], [], []
-    for seen in steps(episodes, offset):
+    if moments:
+        means[0], variances[0] = recursion.moments(belief)
+    for t, seen in enumerate(steps(episodes, offset)):
         assert seen.action is not None
         reward = recursion.expected_reward(belief, seen.action)
         before, (belief, increment) = belief, recursion.step(belief, seen)
         if seen.alive is not None:
             belief = where_alive(seen.alive, belief, before)
             reward = torch.where(seen.alive, reward, 0.0)
-        looks.append((seen, increment))
-        rewards.append(reward)
-        increments.append(increment)
+        rewards[t], increments[t] = reward, increment
+        looks.append((seen, increments.values[t]))
         if moments:
-            means.append(recursion.moments(belief))
-        ess.append(recursion.ess(belief))
-        resampled.append(recursion.resampled(belief, seen))
+            means[t + 1], variances[t + 1] = recursion.moments(belief)
+        ess[t], resampled[t] = recursion.ess(belief), recursion.resampled(belief, seen)
     require_possible(model, looks)
     error = recursion.standard_error(belief)
-
-    def by_episode(series: list[Any]) -> Any:  # T times [C, B, …] → [B, T, C, …]
-        known = series and series[0] is not None
-        return map_state(lambda *x: torch.stack(x).movedim(2, 0), *series) if known else None
-
     result = Filtering(
-        increments=by_episode(increments),
+        increments=increments.by_episode(),
         initial_increment=first.T,
-        expected_reward=by_episode(rewards),
+        expected_reward=rewards.by_episode(),
         prior=model.prior(),
-        state_mean=by_episode([mean for mean, _ in means]),
-        state_variance=by_episode([variance for _, variance in means]),
-        ess=by_episode(ess),
-        resampled=by_episode(resampled),
+        state_mean=means.by_episode(),
+        state_variance=variances.by_episode(),
+        ess=ess.by_episode(),
+        resampled=resampled.by_episode(),
         standard_error=None if error is None else error.T,
     )
     _require_finite(model, result, offset)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,8 @@ from cpomdp_ppl.inference.resampling import SCHEMES
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from tests.programs import EyesOpen, Plates, Walk
 
-REFERENCE = np.load(Path(__file__).parent.parent / "reference" / "light_dark_dev.npz")
+ROOT = Path(__file__).parent.parent.parent
+REFERENCE = np.load(ROOT / "tests" / "reference" / "light_dark_dev.npz")
 
 
 def reference_episodes() -> Episodes:
@@ -495,3 +498,29 @@ def test_foreign_episodes_are_named():
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ParticleFilter(**arguments)
+
+
+PEAK_MEMORY = """
+import resource, torch
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.inference import ParticleFilter
+from tests.programs import Walk
+
+def peak(horizon):
+    model = Walk()
+    model.horizon = horizon
+    ParticleFilter(250_000).run(model, simulate(model, RandomPolicy(2), 1, seed=0), seed=0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+torch.set_num_threads(1)
+short = peak(5)
+print(peak(150) - short)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
+def test_memory_does_not_grow_with_the_horizon():
+    # A tensor of all particles is 2 MB: to lose room for one of them at every step would take 290 MiB.
+    ran = subprocess.run([sys.executable, "-c", PEAK_MEMORY], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 100

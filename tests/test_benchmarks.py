@@ -1,0 +1,143 @@
+"""The page of benchmarks: made of what scripts print, a section at a time."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import page
+from benchmarks.__main__ import SCRIPTS, main, regenerate
+
+ORDER = ("slow", "steady", "quick")
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """A folder for scripts, and a way to write one that prints a table and ends with some exit code."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+
+    def write(name: str, value: object, code: int = 0) -> None:
+        table = f"| value |\n|---|\n| {value} |"
+        (folder / f"{name}.py").write_text(
+            f'"""Shows how {name} it is.\n\nMore of it.\n"""\n'
+            f"import sys\nprint({table!r})\nprint('a warning', file=sys.stderr)\nsys.exit({code})\n"
+        )
+
+    for name in ORDER:
+        write(name, 1)
+    return folder, write
+
+
+def test_a_page_has_a_section_for_each_script_in_order(scripts):
+    folder, _ = scripts
+    assert regenerate(["quick", "slow", "steady"], folder, ORDER) == []
+    text = (folder / "README.md").read_text()
+    assert list(page.sections(text)) == list(ORDER)
+    section = page.sections(text)["steady"]
+    assert section.startswith(
+        "## Steady\n\nShows how steady it is.\n\n```\npython benchmarks/steady.py\n```\n"
+    )
+    assert section.endswith("\n\n| value |\n|---|\n| 1 |")
+    assert "a warning" not in text
+    assert "More of it" not in text
+
+
+def test_only_what_is_asked_for_is_run(scripts):
+    folder, write = scripts
+    regenerate(ORDER, folder, ORDER)
+    before = page.sections((folder / "README.md").read_text())
+    for name in ORDER:
+        write(name, 2)
+    regenerate(["steady"], folder, ORDER)
+    after = page.sections((folder / "README.md").read_text())
+    assert "| 2 |" in after["steady"]
+    assert "| 1 |" not in after["steady"]
+    assert {**after, "steady": before["steady"]} == before
+
+
+def test_a_script_that_fails_keeps_its_section_and_the_others_go_on(scripts, capfd):
+    folder, write = scripts
+    regenerate(ORDER, folder, ORDER)
+    before = page.sections((folder / "README.md").read_text())
+    write("slow", 2, code=3)
+    write("quick", 2)
+    assert regenerate(ORDER, folder, ORDER) == ["slow"]
+    after = page.sections((folder / "README.md").read_text())
+    assert after["slow"] == before["slow"]
+    assert "| 2 |" in after["quick"]
+    said = capfd.readouterr()
+    assert "slow: failed with exit code 3; its section stays as it was" in said.err
+    assert "| 2 |" in said.out
+
+
+def test_a_script_that_never_ran_well_has_no_section(scripts):
+    folder, write = scripts
+    write("slow", 1, code=1)
+    assert regenerate(["slow"], folder, ORDER) == ["slow"]
+    assert not (folder / "README.md").exists()
+    regenerate(["quick"], folder, ORDER)
+    assert list(page.sections((folder / "README.md").read_text())) == ["quick"]
+
+
+def test_a_script_that_prints_nothing_has_failed(scripts):
+    folder, _ = scripts
+    (folder / "slow.py").write_text('"""Says nothing."""\n')
+    assert regenerate(["slow"], folder, ORDER) == ["slow"]
+
+
+def test_the_page_is_written_after_each_script(scripts):
+    folder, _ = scripts
+    (folder / "quick.py").write_text(
+        '"""Reads the page."""\nfrom pathlib import Path\n'
+        "print('found', '## Slow' in Path(__file__).with_name('README.md').read_text())\n"
+    )
+    regenerate(["slow", "quick"], folder, ORDER)
+    assert "found True" in (folder / "README.md").read_text()
+
+
+def test_sections_of_scripts_that_are_no_more_go(scripts):
+    folder, _ = scripts
+    regenerate(ORDER, folder, ORDER)
+    regenerate(["slow"], folder, ("slow", "quick"))
+    assert list(page.sections((folder / "README.md").read_text())) == ["slow", "quick"]
+
+
+def test_unknown_names_are_refused_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.__main__.regenerate", lambda *_: pytest.fail("something ran"))
+    with pytest.raises(SystemExit) as refused:
+        main(["scale", "sclae"])
+    assert refused.value.code == 2
+    assert "'sclae'" in (said := capsys.readouterr().err)
+    assert all(name in said for name in SCRIPTS)
+
+
+@pytest.mark.parametrize(("names", "asked"), [([], SCRIPTS), (["fit"], ["fit"])])
+@pytest.mark.parametrize("failed", [[], ["fit"]])
+def test_failures_are_the_exit_code(monkeypatch, capsys, names, asked, failed):
+    def run(given):
+        assert list(given) == list(asked)
+        return failed
+
+    monkeypatch.setattr("benchmarks.__main__.regenerate", run)
+    assert main(names) == len(failed)
+    assert ("failed: fit" in capsys.readouterr().err) == bool(failed)
+
+
+def test_every_script_can_have_a_section():
+    folder = Path(page.__file__).parent
+    for name in SCRIPTS:
+        assert page.first_line(folder / f"{name}.py").endswith(".")
+    apart = {"__init__", "__main__", "page", "light_dark_peers", "light_dark_fit_peer"}
+    assert {path.stem for path in folder.glob("*.py")} - apart == set(SCRIPTS)
+
+
+def test_the_machine_is_processor_cores_and_torch():
+    assert re.fullmatch(r".+, \d+ cores?, torch \d\S+", page.machine())
+
+
+def test_examples_of_docstrings():
+    assert doctest.testmod(page).failed == 0
