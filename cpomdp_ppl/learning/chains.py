@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.learning.metropolis import Step, Target, Walk
 
-ROUND = 2.0
-"""Seconds that processes work before they report: what Ctrl-C can cost."""
+ROUND = 5.0
+"""Seconds that processes work before they report, roughly: what Ctrl-C can cost."""
 
 
 def run(

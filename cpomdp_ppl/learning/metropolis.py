@@ -1,9 +1,9 @@
-"""Metropolis–Hastings on an estimated density: steps nearby, and jumps to anywhere."""
+"""Metropolis–Hastings on a density that is estimated, block by block, with random numbers that are kept."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +36,20 @@ class Point:
         u: On the unconstrained scale, `[P]`.
         log_prior: Density there, on the parameters' own scale.
         log_jacobian: What makes it one on the unconstrained scale.
-        log_likelihood: The estimate.
+        log_likelihoods: The estimate for each block of episodes.
+        seeds: Which random numbers it was made with, for each.
     """
 
     u: Tensor
     log_prior: float
     log_jacobian: float
-    log_likelihood: float
+    log_likelihoods: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def log_likelihood(self) -> float:
+        """The estimate for all episodes."""
+        return sum(self.log_likelihoods)
 
     @property
     def log_density(self) -> float:
@@ -52,20 +59,37 @@ class Point:
 
 @dataclass(frozen=True)
 class Step:
-    """Where a step ended, whether that is what was proposed, and how likely it was to be."""
+    """Where a step ended, and how.
+
+    Attributes:
+        point: Where.
+        accepted: Whether the parameters that were proposed were.
+        probability: How likely that was.
+        renewed: Whether the random numbers that were proposed for a block were.
+    """
 
     point: Point
     accepted: bool
     probability: float
+    renewed: bool
 
 
 class Target:
-    """The posterior density, estimated."""
+    """The posterior density, estimated.
 
-    def __init__(self, space: Unconstrained, prior: Mapping[str, Any], estimator: Estimator) -> None:
-        self.space, self.prior, self.estimator = space, prior, estimator
+    Args:
+        space: Of the parameters.
+        prior: By parameter.
+        estimator: Of the likelihood.
+        noisy: Whether its estimates depend on random numbers.
+    """
 
-    def at(self, u: Tensor, seed: int) -> Point:
+    def __init__(
+        self, space: Unconstrained, prior: Mapping[str, Any], estimator: Estimator, noisy: bool
+    ) -> None:
+        self.space, self.prior, self.estimator, self.noisy = space, prior, estimator, noisy
+
+    def at(self, u: Tensor, seeds: tuple[int, ...]) -> Point:
         """Estimate it; where the prior is zero there is no need to."""
         with torch.no_grad(), isolated(0):
             values = self.space.values(u)
@@ -73,8 +97,17 @@ class Target:
             log_jacobian = float(self.space.log_jacobian(u))
         finite = all(bool(torch.isfinite(value).all()) for value in values.values())
         if not finite or not math.isfinite(log_prior) or not math.isfinite(log_jacobian):
-            return Point(u, -math.inf, 0.0, 0.0)
-        return Point(u, log_prior, log_jacobian, self.estimator(values, seed))
+            return Point(u, -math.inf, 0.0, (0.0,) * len(seeds), seeds)
+        estimates = self.estimator.per_block(values, dict(enumerate(seeds)))
+        return Point(u, log_prior, log_jacobian, tuple(estimates.values()), seeds)
+
+    def renewed(self, point: Point, block: int, seed: int) -> Point:
+        """The same place with other random numbers for one block."""
+        with torch.no_grad(), isolated(0):
+            values = self.space.values(point.u)
+        estimates, seeds = list(point.log_likelihoods), list(point.seeds)
+        estimates[block], seeds[block] = self.estimator.per_block(values, {block: seed})[block], seed
+        return replace(point, log_likelihoods=tuple(estimates), seeds=tuple(seeds))
 
 
 def _log_prior(prior: Any, value: Tensor) -> float:
@@ -84,6 +117,10 @@ def _log_prior(prior: Any, value: Tensor) -> float:
 
 class Walk:
     """One chain, which can be taken up where it was left: it holds all that its next step depends on.
+
+    A chain of parameters and of the random numbers that their likelihood is estimated with. Parameters are
+    proposed with the same random numbers, so that most of the noise is in both estimates and cancels; then
+    new ones are proposed for one block of episodes.
 
     Args:
         start: Where it begins, roughly, `[P]`.
@@ -99,7 +136,7 @@ class Walk:
     ) -> None:
         self.centre, self.jumps, self.warm_up = start, jumps, warm_up
         self.seed, self.chain = seed, chain
-        self.P, self.estimates, self.taken = len(start), 0, 0
+        self.P, self.seeds, self.taken = len(start), 0, 0
         self.point: Point | None = None
         self.known = covariance is not None
         self.covariance = covariance.double() if covariance is not None else 0.04 * torch.eye(self.P).double()
@@ -130,27 +167,31 @@ class Walk:
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
-    def _estimated(self, target: Target, u: Tensor) -> Point:
-        self.estimates += 1
-        return target.at(u, seed_for(self.seed, ESTIMATE, self.chain, self.estimates))
+    def _seed(self) -> int:
+        self.seeds += 1
+        return seed_for(self.seed, ESTIMATE, self.chain, self.seeds)
+
+    def _anew(self, target: Target, u: Tensor) -> Point:
+        """A place, with new random numbers."""
+        return target.at(u, tuple(self._seed() for _ in target.estimator.bounds))
 
     def _begin(self, target: Target) -> Point:
         """A place that is possible, about the initial values."""
-        middle = self._estimated(target, self.centre)
+        middle = self._anew(target, self.centre)
         if not math.isfinite(middle.log_density):
             values = {name: value.tolist() for name, value in target.space.values(self.centre).items()}
             what = "prior" if not math.isfinite(middle.log_prior) else "estimated likelihood"
             raise rejected("initial", values, f"values at which the {what} is not zero")
         root = torch.linalg.cholesky(self.covariance) * (2.0 if self.known else 1.0)
         for _ in range(10):
-            point = self._estimated(target, self.centre + root @ self._normal(self.P))
+            point = self._anew(target, self.centre + root @ self._normal(self.P))
             if math.isfinite(point.log_density):
                 return point
         return middle
 
     def _again(self, target: Target, point: Point) -> Point:
         """The same place with a new estimate: a lucky one of warm-up is not to last."""
-        again = self._estimated(target, point.u)
+        again = self._anew(target, point.u)
         return again if math.isfinite(again.log_density) else point
 
     def _step(self, target: Target, point: Point) -> Step:
@@ -166,13 +207,22 @@ class Walk:
         else:
             u = point.u + math.exp(self.log_scale) * root @ self._normal(self.P)
             log_ratio = 0.0
-        proposed = self._estimated(target, u)
+        proposed = target.at(u, point.seeds)
         probability = math.exp(min(0.0, proposed.log_density - point.log_density + log_ratio))
         accepted = self._uniform() < probability
         after = proposed if accepted else point
         if adapting:
             after = self._adapt(target, after, None if jumping else probability)
-        return Step(after, accepted, probability)
+        after, renewed = self._renew(target, after) if target.noisy else (after, False)
+        return Step(after, accepted, probability, renewed)
+
+    def _renew(self, target: Target, point: Point) -> tuple[Point, bool]:
+        """Propose new random numbers for a block, and accept them or not."""
+        block = int(self._uniform() * len(point.seeds))
+        proposed = target.renewed(point, block, self._seed())
+        ratio = proposed.log_likelihoods[block] - point.log_likelihoods[block]
+        accepted = self._uniform() < math.exp(min(0.0, ratio))
+        return (proposed if accepted else point), accepted
 
     def _log_jump(self, u: Tensor, root: Tensor) -> float:
         """Density of a jump to u, a multivariate Student t, but for a constant."""

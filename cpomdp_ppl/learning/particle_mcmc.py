@@ -35,7 +35,7 @@ REPLICATES = 20
 """Estimates at the mode whose spread tells how noisy they are."""
 
 NOISY = 1.7
-"""Standard deviation of the estimate above which chains stick."""
+"""Standard deviation of the estimate of a block above which chains stick."""
 
 
 def particle_marginal_metropolis_hastings(
@@ -51,6 +51,7 @@ def particle_marginal_metropolis_hastings(
     initial: Mapping[str, Any] | None = None,
     covariance: Tensor | None = None,
     jumps: float = 0.5,
+    blocks: int = 4,
     workers: int = 1,
     use_contexts: bool = False,
     seed: int | None = None,
@@ -58,11 +59,15 @@ def particle_marginal_metropolis_hastings(
 ) -> InferenceData | xr.DataTree:
     """Draw the `PyroParam`s of a model from their posterior, contexts and states integrated out.
 
-    Metropolis–Hastings on the unconstrained scale that estimates the likelihood anew by particle filters at
-    every proposal. Their estimate `p̂(o | a, c)` is unbiased; so is `Σ_c P(c) p̂(o | a, c)`, and so is the
-    product over episodes, whose random numbers are independent. Hence the chain has exactly the posterior of
-    the model for its target, whatever the number of particles (Andrieu, Doucet and Holenstein, 2010); but
-    with too few it sticks.
+    Metropolis–Hastings on the unconstrained scale, with the likelihood estimated by particle filters. Their
+    estimate `p̂(o | a, c)` is unbiased; so is `Σ_c P(c) p̂(o | a, c)`, and so is the product over episodes,
+    whose random numbers are independent. Hence the chain has exactly the posterior of the model for its
+    target, whatever the number of particles (Andrieu, Doucet and Holenstein, 2010); but with too few it
+    sticks.
+
+    Episodes are in blocks. A step proposes parameters and keeps the random numbers of the filters, so that
+    most of the noise is in both estimates and cancels; then it proposes new random numbers for one block
+    (Tran et al., 2016). Particles are needed for a block's noise, not for that of all episodes.
 
     Proposals are of two kinds: steps nearby, and jumps to anywhere, from a Student t distribution. Centre,
     shape and scale are adapted in warm-up only (Haario, Saksman and Tamminen, 2001). Many episodes make a
@@ -71,12 +76,13 @@ def particle_marginal_metropolis_hastings(
     otherwise, jumps are in vain, and the steps nearby do the work.
 
     The noise grows with the number of episodes. The attribute `log_likelihood_sd` is the standard deviation
-    of the estimate at the highest draw, `advice` says what follows for `num_particles` (1 to 1.7 is best:
-    Doucet et al., 2015), and a warning is given if it is above 1.7.
+    of the whole estimate at the highest draw, `block_sd` what that is for a block, and `advice` says what
+    follows for `num_particles` (1 to 1.7 for a block is best: Doucet et al., 2015); a warning is given if it
+    is above 1.7. `renewal` is how often new random numbers were accepted, by chain.
 
     Ctrl-C ends the run, not the program: as soon as every chain has a draw, the draws so far are returned, as
-    many of each chain, with a warning and the attribute `interrupted` at 1. At most the last two seconds are
-    lost. Before that, and a second time, Ctrl-C is what it always is.
+    many of each chain, with a warning and the attribute `interrupted` at 1. With several workers the last few
+    seconds are lost. Before that, and a second time, Ctrl-C is what it always is.
 
     Groups: `posterior`, with every parameter on its own scale, `[chain, draw, …]`; `sample_stats`, with `lp`
     (log of prior and estimated likelihood, as a density on the parameters' own scale), `accepted`,
@@ -99,6 +105,8 @@ def particle_marginal_metropolis_hastings(
             standard deviations of 0.2.
         jumps: Share of proposals that are jumps, from 0 (a random walk) to 1. Before the end of warm-up there
             are none unless a `covariance` is given.
+        blocks: Of episodes, which have their random numbers renewed in turn. More of them need fewer
+            particles, but take longer to go round. A backend without noise has no use for them.
         workers: In how many processes chains run; more than one needs the extra `parallel`. Each takes one
             thread, and how many there are makes no difference to the result.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
@@ -133,6 +141,7 @@ def particle_marginal_metropolis_hastings(
         require_count(name, value)
     require_count("warm_up", warm_up)
     require_count("workers", workers)
+    require_count("blocks", blocks)
     require_number("jumps", jumps, "a share from 0 to 1")
     require(jumps <= 1, "jumps", jumps, "a share from 0 to 1")
     require_seed(seed)
@@ -146,7 +155,9 @@ def particle_marginal_metropolis_hastings(
         fits = fits and bool(torch.isfinite(covariance).all())
         fits = fits and int(torch.linalg.cholesky_ex(covariance.double())[1]) == 0
         require(fits, "covariance", covariance, f"a positive definite matrix [{P}, {P}]")
-    target = Target(space, prior, Estimator(model, episodes, backend, use_contexts=use_contexts))
+    noisy = isinstance(backend, ParticleFilter)
+    estimator = Estimator(model, episodes, backend, use_contexts=use_contexts, blocks=blocks if noisy else 1)
+    target = Target(space, prior, estimator, noisy)
     walks = [Walk(space.start, covariance, jumps, warm_up, number, chain) for chain in range(chains)]
     with tqdm(total=chains * (warm_up + draws), disable=not progress, desc="PMMH") as bar:
         runs, whole = side_by_side.run(target, walks, warm_up, draws, workers, bar)
@@ -206,8 +217,9 @@ def _groups(
     with side_by_side.one_thread():
         replicates = [target.estimator(values, seed_for(seed, REPLICATE, k)) for k in range(REPLICATES)]
     sd = float(np.std(replicates, ddof=1)) if np.isfinite(replicates).all() else math.inf
-    advice = _advice(sd, backend)
-    if sd > NOISY:
+    block_sd = sd / len(target.estimator.bounds) ** 0.5
+    advice = _advice(block_sd, backend)
+    if block_sd > NOISY:
         warnings.warn(f"particle_marginal_metropolis_hastings: {advice}", stacklevel=3)
     attributes = {
         "inference_library": "cpomdp_ppl",
@@ -216,7 +228,9 @@ def _groups(
         "interrupted": int(not whole),
         "likelihood": repr(backend),
         "acceptance": [float(np.mean([step.accepted for step in run])) for run in runs],
+        "renewal": [float(np.mean([step.renewed for step in run])) for run in runs],
         "log_likelihood_sd": sd,
+        "block_sd": block_sd,
         "advice": advice,
     }
     coordinates = {"chain": np.arange(len(runs)), "draw": np.arange(len(runs[0]))}
@@ -231,7 +245,7 @@ def _advice(sd: float, backend: Backend) -> str:
     if not isinstance(backend, ParticleFilter):
         return f"the estimate of the log-likelihood has a standard deviation of {sd:.2g}"
     N = backend.num_particles
-    said = f"with num_particles = {N}, the log-likelihood has a standard deviation of {sd:.2g} at the mode"
+    said = f"with num_particles = {N}, the log-likelihood of a block has a standard deviation of {sd:.2g}"
     if not math.isfinite(sd):
         return f"{said}: take many more"
     wanted = max(1, round(N * (sd / 1.3) ** 2))
