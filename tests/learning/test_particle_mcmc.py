@@ -38,8 +38,8 @@ def posterior_of_power(episodes, prior):
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 @pytest.mark.parametrize(
     ("likelihood", "draws", "jumps", "blocks"),
-    [(None, 400, 0.5, 3), (None, 400, 0.0, 1), ("exact", 150, 1.0, 3)],
-    ids=["smc", "smc, random walk", "exact, jumps alone"],
+    [(None, 300, 0.5, 3), ("exact", 150, 1.0, 3)],
+    ids=["smc", "exact, jumps alone"],
 )
 def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
     """With six particles for a state of two values the estimate is noisy, but the target must be right."""
@@ -51,7 +51,8 @@ def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
         {"power": prior},
         num_particles=6,
         likelihood=likelihood,
-        covariance=0.1 * torch.eye(1) if jumps == 1 else None,
+        initial={"power": 0.75},
+        covariance=0.3 * torch.eye(1) if jumps == 1 else None,
         jumps=jumps,
         blocks=blocks,
         chains=3,
@@ -70,7 +71,7 @@ def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
     assert abs(float(drawn.mean()) - mean) < 4 * error
     assert abs(float(drawn.std()) - sd) < 4 * error_of_sd
     rates = data.sample_stats["acceptance_rate"].mean("draw")
-    assert bool(((rates > 0.05) & (rates < (0.7 if jumps == 0 else 1.0))).all())
+    assert bool(((rates > 0.05) & (rates < 0.95)).all())
     noise = data.posterior.attrs["log_likelihood_sd"]
     assert noise < 1e-9 if likelihood == "exact" else noise > 0.3
     renewal = data.posterior.attrs["renewal"]
