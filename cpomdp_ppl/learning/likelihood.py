@@ -21,12 +21,12 @@ from cpomdp_ppl.inference.backend import (
 )
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.enumeration import double_precision, in_double_precision
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.isolation import isolated, seed_for
 from cpomdp_ppl.learning.differentiable import differentiable, episodes_with_graph
 from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend, Recursion
@@ -216,38 +216,56 @@ def known_contexts(model: CPOMDP, episodes: Episodes) -> Tensor:
 class Estimator:
     """An estimate of the log-likelihood by any backend, at parameters that may change: for random walks.
 
+    Episodes are in blocks, each with random numbers of its own, so that some can be renewed without others.
+
     Args:
         model: The CPOMDP, of which a copy is made.
         episodes: What was done and seen.
         backend: Its estimate of each likelihood is unbiased, or exact.
         use_contexts: Whether to condition on contexts that are known.
+        blocks: How many; not more than there are episodes.
     """
 
-    def __init__(self, model: CPOMDP, episodes: Episodes, backend: Backend, *, use_contexts: bool) -> None:
+    def __init__(
+        self, model: CPOMDP, episodes: Episodes, backend: Backend, *, use_contexts: bool, blocks: int = 1
+    ) -> None:
         self.backend, self.episodes = backend, episodes
         parameters = learnable(model)
         self.types = {one.name: one.value.dtype for one in parameters}
         self.copy = constant_copy(model, list(self.types))
         self.contexts = known_contexts(model, episodes) if use_contexts else None
-        self._batches: Sequence[tuple[int, Episodes]] | None = None
+        B = len(episodes)
+        G = min(blocks, B)
+        self.bounds = [(g * B // G, (g + 1) * B // G) for g in range(G)]
+        self._size: int | None = None
 
     def __call__(self, at: Mapping[str, Tensor], seed: int) -> float:
-        """An estimate; minus infinity if no particle of an episode is where it was."""
+        """An estimate of it all; minus infinity if no particle of an episode is where it was."""
+        return sum(self.per_block(at, {g: seed_for(seed, g) for g in range(len(self.bounds))}).values())
+
+    def per_block(self, at: Mapping[str, Tensor], seeds: Mapping[int, int]) -> dict[int, float]:
+        """An estimate for each of some blocks, with the random numbers that follow from its seed."""
         set_constants(self.copy, {name: value.detach().to(self.types[name]) for name, value in at.items()})
-        total = 0.0
-        with inferring(self.copy, seed):
+        estimates = {}
+        with inferring(self.copy, 0):
             recursion = self.backend.recursion(self.copy)
-            if self._batches is None:
+            if self._size is None:
                 require_same_sites(recursion, self.episodes)
-                size = self.backend.episodes_at_once(self.copy, recursion)
-                B = len(self.episodes)
-                self._batches = [(i, self.episodes[i : i + size]) for i in range(0, B, size)]
+                self._size = self.backend.episodes_at_once(self.copy, recursion)
             log_prior = self.copy.prior().log()
-            for start, some in self._batches:
-                known = None if self.contexts is None else self.contexts[start : start + len(some)]
-                try:
-                    per_context = log_likelihoods(recursion, some, start)
-                    total += float(marginal(per_context, log_prior, known, start).sum())
-                except DegenerateWeightsError:
-                    return -float("inf")
+            for g, seed in seeds.items():
+                with isolated(seed):
+                    estimates[g] = self._block(recursion, log_prior, *self.bounds[g], self._size)
+        return estimates
+
+    def _block(self, recursion: Recursion, log_prior: Tensor, first: int, end: int, size: int) -> float:
+        total = 0.0
+        for start in range(first, end, size):
+            part = slice(start, min(start + size, end))
+            known = None if self.contexts is None else self.contexts[part]
+            try:
+                per_context = log_likelihoods(recursion, self.episodes[part], start)
+                total += float(marginal(per_context, log_prior, known, start).sum())
+            except DegenerateWeightsError:
+                return -float("inf")
         return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,7 +157,8 @@ class Unconstrained:
     """
 
     def __init__(self, parameters: Sequence[Learnable], initial: Mapping[str, Any] | None = None) -> None:
-        self.parameters = list(parameters)
+        # Without the graph, and what else Pyro ties to a value: other processes are to have this, too.
+        self.parameters = [replace(one, value=one.value.detach()) for one in parameters]
         known = {one.name: one for one in self.parameters}
         require_names("initial", initial or {}, known)
         self.transforms, starts, self.labels = [], [], []

@@ -1,4 +1,7 @@
+import os
 import random
+import signal
+import threading
 
 import arviz as az
 import numpy as np
@@ -6,9 +9,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from tqdm import tqdm
 
 from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
+from cpomdp_ppl.learning.likelihood import Estimator
 from cpomdp_ppl.models import LightDark
 from tests.learning.programs import Alarm, Constant, positive
 
@@ -31,9 +37,11 @@ def posterior_of_power(episodes, prior):
 
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 @pytest.mark.parametrize(
-    ("num_particles", "likelihood", "draws"), [(6, None, 400), (6, "exact", 250)], ids=["smc", "exact"]
+    ("likelihood", "draws", "jumps", "blocks"),
+    [(None, 300, 0.5, 3), ("exact", 150, 1.0, 3)],
+    ids=["smc", "exact, jumps alone"],
 )
-def test_posterior_against_the_exact_one(num_particles, likelihood, draws):
+def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
     """With six particles for a state of two values the estimate is noisy, but the target must be right."""
     episodes = simulate(Alarm(0.8), RandomPolicy(1), 15, seed=0)
     prior = dist.Beta(2.0, 2.0)
@@ -41,8 +49,12 @@ def test_posterior_against_the_exact_one(num_particles, likelihood, draws):
         Alarm(0.6),
         episodes,
         {"power": prior},
-        num_particles=num_particles,
+        num_particles=6,
         likelihood=likelihood,
+        initial={"power": 0.75},
+        covariance=0.3 * torch.eye(1) if jumps == 1 else None,
+        jumps=jumps,
+        blocks=blocks,
         chains=3,
         draws=draws,
         warm_up=100,
@@ -59,9 +71,11 @@ def test_posterior_against_the_exact_one(num_particles, likelihood, draws):
     assert abs(float(drawn.mean()) - mean) < 4 * error
     assert abs(float(drawn.std()) - sd) < 4 * error_of_sd
     rates = data.sample_stats["acceptance_rate"].mean("draw")
-    assert bool(((rates > 0.05) & (rates < 0.7)).all())
+    assert bool(((rates > 0.05) & (rates < 0.95)).all())
     noise = data.posterior.attrs["log_likelihood_sd"]
     assert noise < 1e-9 if likelihood == "exact" else noise > 0.3
+    renewal = data.posterior.attrs["renewal"]
+    assert renewal == [0.0] * 3 if likelihood == "exact" else all(0.05 < rate < 0.95 for rate in renewal)
     lp = data.sample_stats["lp"].values
     estimate = data.sample_stats["log_likelihood"].values
     expected = estimate + prior.log_prob(torch.as_tensor(drawn.values)).numpy()
@@ -91,6 +105,97 @@ def test_groups_and_seeds():
     assert set(data.sample_stats) == {"lp", "accepted", "acceptance_rate", "log_likelihood"}
     draw = {name: data.posterior[name].values[0, -1] for name in prior}
     assert with_parameters(model, draw).offset.tolist() == pytest.approx(draw["offset"].tolist(), rel=1e-5)
+
+
+def test_jumps_forget_in_fewer_steps():
+    """Two hundred looks at a variance: its posterior is nearly normal on the scale of logarithms."""
+    episodes = simulate(Constant(3.0), RandomPolicy(2), 40, seed=0)
+    z = episodes.observations["z"].double()
+    options = {"initial": {"variance": z.square().mean()}, "covariance": 2 / z.numel() * torch.eye(1)}
+    options |= {"likelihood": "ekf", "chains": 2, "draws": 150, "warm_up": 20, "seed": 0, "progress": False}
+    prior = {"variance": dist.LogNormal(0.0, 2.0)}
+    effective = []
+    for jumps in (0.0, 1.0):
+        data = particle_marginal_metropolis_hastings(Constant(), episodes, prior, jumps=jumps, **options)
+        effective.append(float(az.ess(data)["variance"]))
+    assert effective[1] > 2 * effective[0]
+
+
+def test_blocks_of_an_estimate_have_their_own_random_numbers():
+    model = LightDark(4, light_variance=positive(1.0))
+    episodes = simulate(model, RandomPolicy(3), 7, seed=0)
+    at = {"light_variance": torch.tensor(2.0).double()}
+    smc = Estimator(model, episodes, ParticleFilter(8), use_contexts=False, blocks=3)
+    both = smc.per_block(at, {0: 5, 2: 6})
+    assert smc.per_block(at, {2: 6}) == {2: both[2]}
+    assert smc.per_block(at, {0: 5, 2: 7})[0] == both[0]
+    assert smc.per_block(at, {0: 5, 2: 7})[2] != both[2]
+    grid = Estimator(model, episodes, as_backend("grid"), use_contexts=True, blocks=3)
+    per_block = grid.per_block(at, {0: 0, 1: 0, 2: 0})
+    known = with_parameters(model, at)
+    per_context = as_backend("grid").run(known, episodes).log_likelihood + known.prior().log()  # [B, C]
+    told = per_context[torch.arange(7), episodes.contexts]
+    expected = [told[:2].sum().item(), told[2:4].sum().item(), told[4:].sum().item()]
+    assert list(per_block.values()) == pytest.approx(expected, abs=1e-4)
+    assert grid(at, 0) == pytest.approx(sum(expected), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
+def test_workers_make_no_difference(monkeypatch):
+    episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
+    threads = torch.get_num_threads()
+    runs = []
+    for workers, seconds in ((1, 2.0), (2, 2.0), (2, 1e-9)):
+        monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND", seconds)
+        options = {**QUICK, "chains": 3, "workers": workers}
+        prior = {"power": dist.Beta(2.0, 2.0)}
+        runs.append(particle_marginal_metropolis_hastings(Alarm(), episodes, prior, seed=3, **options))
+    for other in runs[1:]:
+        assert np.array_equal(runs[0].posterior["power"], other.posterior["power"])
+        assert np.array_equal(runs[0].sample_stats["lp"], other.sample_stats["lp"])
+    assert torch.get_num_threads() == threads
+
+
+def interrupting(after, delay):
+    """A progress bar at which somebody presses Ctrl-C."""
+
+    class Bar(tqdm):
+        seen = 0
+
+        def update(self, n=1):
+            self.seen += n
+            if self.seen - n < after <= self.seen:
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    return Bar
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
+    episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
+    prior = {"power": dist.Beta(2.0, 2.0)}
+    options = {**QUICK, "num_particles": 32, "warm_up": 3, "seed": 4, "workers": workers}
+    monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND", 0.2)
+    monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", interrupting(2 * (3 + 2), 0.3))
+    options["draws"] = 10**6
+    with pytest.warns(UserWarning, match=r"interrupted; here are \d+ of"):
+        data = particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
+    monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", tqdm)
+    count = data.posterior.sizes["draw"]
+    assert 2 <= count < 10**6
+    assert data.posterior.attrs["interrupted"] == 1
+    options["draws"] = min(count, 20)
+    whole = particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
+    assert whole.posterior.attrs["interrupted"] == 0
+    assert np.array_equal(data.posterior["power"][:, :20], whole.posterior["power"])
+
+
+def test_ctrl_c_before_there_are_draws(monkeypatch):
+    episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
+    monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", interrupting(2, 0.1))
+    options = {**QUICK, "warm_up": 10**6}
+    with pytest.raises(KeyboardInterrupt):
+        particle_marginal_metropolis_hastings(Alarm(), episodes, {"power": dist.Beta(2.0, 2.0)}, **options)
 
 
 def test_too_few_particles_are_reported():
@@ -141,3 +246,8 @@ def test_refusals():
         run({"power": dist.Uniform(0.8, 0.9)})
     with pytest.raises(ValueError, match="covariance"):
         run({"power": beta}, covariance=torch.full((1, 1), torch.nan))
+    with pytest.raises(ValueError, match=r"jumps: expected a share from 0 to 1, got 1\.5"):
+        run({"power": beta}, jumps=1.5)
+    for name in ("blocks", "workers"):
+        with pytest.raises(ValueError, match=name):
+            run({"power": beta}, **{name: 0})
