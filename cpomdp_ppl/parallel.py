@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import warnings
@@ -116,7 +117,7 @@ class _Inside(threading.local):
 
 _INSIDE = _Inside()
 _TURN = threading.Lock()
-_WATCHED: set[int] = set()
+_FOLLOWED: set[int] = set()
 
 
 class Alone:
@@ -136,7 +137,7 @@ class Alone:
 
     def __call__(self, k: int, item: Any) -> tuple[int, Any]:
         """The index, and the outcome."""
-        _end_with(self.caller)
+        _follow(self.caller)
         # A Dask worker may have several threads, but there is one state of the generators.
         with _TURN, one_thread(), pyro.get_param_store().scope(self.params):
             before, _INSIDE.now = torch.get_default_dtype(), True
@@ -254,16 +255,18 @@ def _on_dask(client: Any, call: Alone, items: Sequence[Any]) -> Results[Any]:
         raise WorkerKilledError(sorted(missing))
 
 
-def _end_with(caller: int) -> None:
-    """End this process when the one that called it, its parent, is gone: nobody would hear of the outcome."""
+def _follow(caller: int) -> None:
+    """Leave Ctrl-C, which reaches every process of a terminal, to the parent; and end when it is gone."""
 
     def watch() -> None:
         while os.getppid() == caller:
             time.sleep(EVERY)
-        os._exit(1)
+        os._exit(1)  # nobody would hear of the outcome
 
-    if os.getppid() == caller and caller not in _WATCHED:
-        _WATCHED.add(caller)
+    if os.getppid() == caller and caller not in _FOLLOWED:
+        _FOLLOWED.add(caller)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=watch, daemon=True).start()
 
 

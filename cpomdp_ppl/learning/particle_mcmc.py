@@ -21,6 +21,7 @@ from cpomdp_ppl.learning import chains as side_by_side
 from cpomdp_ppl.learning.likelihood import Estimator
 from cpomdp_ppl.learning.metropolis import REPLICATE, Step, Target, Walk
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, require_names
+from cpomdp_ppl.parallel import one_thread, require_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,7 @@ def particle_marginal_metropolis_hastings(
     covariance: Tensor | None = None,
     jumps: float = 0.5,
     blocks: int = 4,
-    workers: int = 1,
+    workers: int | None = 1,
     use_contexts: bool = False,
     seed: int | None = None,
     progress: bool = True,
@@ -107,8 +108,8 @@ def particle_marginal_metropolis_hastings(
             are none unless a `covariance` is given.
         blocks: Of episodes, which have their random numbers renewed in turn. More of them need fewer
             particles, but take longer to go round. A backend without noise has no use for them.
-        workers: In how many processes chains run; more than one needs the extra `parallel`. Each takes one
-            thread, and how many there are makes no difference to the result.
+        workers: In how many processes chains run; more than one needs the extra `parallel`. None leaves it to
+            joblib's configuration; see `cpomdp_ppl.parallel`. It makes no difference to the result.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
         seed: Of everything random; left out, one is taken from fresh entropy. The attribute `seed` notes it.
         progress: Whether to show a progress bar.
@@ -140,7 +141,7 @@ def particle_marginal_metropolis_hastings(
     for name, value in [("num_particles", num_particles), ("chains", chains), ("draws", draws)]:
         require_count(name, value)
     require_count("warm_up", warm_up)
-    require_count("workers", workers)
+    require_workers(workers)
     require_count("blocks", blocks)
     require_number("jumps", jumps, "a share from 0 to 1")
     require(jumps <= 1, "jumps", jumps, "a share from 0 to 1")
@@ -214,7 +215,7 @@ def _groups(
         (step.point for run in runs for step in run), key=lambda point: point.log_prior + point.log_likelihood
     )
     values = space.values(mode.u)
-    with side_by_side.one_thread():
+    with one_thread():
         replicates = [target.estimator(values, seed_for(seed, REPLICATE, k)) for k in range(REPLICATES)]
     sd = float(np.std(replicates, ddof=1)) if np.isfinite(replicates).all() else math.inf
     block_sd = sd / len(target.estimator.bounds) ** 0.5
