@@ -123,7 +123,7 @@ def fit(
             `Reinforce()`, the paper's, for the variational one.
         iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
             variational one; half as many again for an amortised policy.
-        batch_size: How many episodes in a batch.
+        batch_size: How many episodes in a batch; N processes need more than 250 (N − 1).
         learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
             0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
         seed: The same seed gives the same policy; left out, fresh entropy is taken.

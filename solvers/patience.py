@@ -46,9 +46,9 @@ class Patience:
         if self._kept or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.pressed = self.granted = False
+        self.pressed = self.granted = False  # of a fit in another thread
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_kept", False)
+            stack.callback(vars(self).update, _kept=False, pressed=False, granted=False)
             self._kept = True
             for number in signal.valid_signals():
                 before = signal.getsignal(number)
@@ -58,7 +58,8 @@ class Patience:
                     stack.callback(self._restore, number, ours, before)
                     signal.signal(number, ours)
             yield
-        if self.pressed and not self.granted:  # since they talked for the last time
+            owed = self.pressed and not self.granted
+        if owed:  # since they talked for the last time
             signal.raise_signal(signal.SIGINT)
 
     @contextmanager

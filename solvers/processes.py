@@ -154,7 +154,7 @@ class Processes:
     @PATIENCE.talking()
     def _total(self, values: Tensor, what: str = "") -> Tensor:
         own = values.detach().to(self._device, torch.float64)
-        what = f"a sum of {list(own.shape)} numbers {what}"
+        what = f"a sum of {list(own.shape)} numbers{what}"
         if own.numel() <= ROOM:
             summed = self._agree(_state(), what, own.flatten()).view_as(own)
         else:
@@ -189,7 +189,9 @@ class Processes:
         flat = torch.cat([share * each.detach().flatten().double() for each in (losses, *own)])
         some = flat.new_tensor([float(w.grad is not None) for w in weights])  # may differ between processes
         sizes = [len(losses), *(w.numel() for w in weights), len(weights)]
-        parts: list[Tensor] = list(self._total(torch.cat([flat, some]), f"({', '.join(names)})").split(sizes))
+        parts: list[Tensor] = list(
+            self._total(torch.cat([flat, some]), f" ({', '.join(names)})").split(sizes)
+        )
         averaged, *gradients, anywhere = parts
         for w, gradient, there in zip(weights, gradients, anywhere.tolist(), strict=True):
             w.grad = gradient.view_as(w).to(w.dtype) if there else None
@@ -199,7 +201,7 @@ class Processes:
     def heard(self, words: str | None) -> str | None:
         """What the first of those says that have something to say."""
         content = b"" if words is None else _bytes(words)
-        if not self._total(torch.tensor(float(words is not None)), "of those that have something to say"):
+        if not self._total(torch.tensor(float(words is not None)), " of those that have something to say"):
             return None
         return self._told(content, self._first(words is not None)).decode()
 

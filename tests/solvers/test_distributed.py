@@ -12,6 +12,7 @@ import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyro.distributions as dist
@@ -25,7 +26,7 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LightDark, LineGrid
-from solvers import cids, shards
+from solvers import cids, commands, shards
 from solvers.estimators import ActorCritic, Reinforce
 from solvers.objectives import Information
 from solvers.processes import ROOM, Processes, ProcessFailedError, alone, joined
@@ -478,7 +479,7 @@ def test_those_who_are_at_different_things_all_find_out(found):
     for rank, each in enumerate(found[1]):
         assert each["lengths"].startswith("ProcessFailedError: the processes are not at the same thing")
         assert (
-            f"process 0 at a sum of [3] numbers , process {rank} at a sum of [{3 + rank}]" in each["lengths"]
+            f"process 0 at a sum of [3] numbers, process {rank} at a sum of [{3 + rank}]" in each["lengths"]
         )
         assert each["terms"].startswith("ProcessFailedError: the processes are not at the same thing")
         assert f"numbers (policy 0), process {rank} at" in each["terms"]
@@ -712,6 +713,32 @@ def test_an_environment_of_several_processes_must_be_whole(monkeypatch, capsys, 
     said = capsys.readouterr().err
     assert said.startswith(f"cpomdp: {name}: expected {expected}")
     assert said.endswith(f"got {value}\n")
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    whole = {
+        "WORLD_SIZE": "3",
+        "RANK": "2",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, word in whole.items():
+        monkeypatch.setenv(name, word)
+    assert main(["fit", "cpomdp_ppl.models:LineGrid", "--quiet"]) == 2
+    assert "LOCAL_RANK: expected less than the number of GPUs, 2" in capsys.readouterr().err
+
+
+def test_the_command_that_goes_on_is_torchruns(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    options = SimpleNamespace(command_line=["m.py:Mine", "--seed", "1"], run=None)
+    results = SimpleNamespace(options=options, folder=SimpleNamespace(path=Path("runs/mine")))
+    again = commands._again(results, SimpleNamespace(size=4))
+    words = "-m cpomdp_ppl fit m.py:Mine --seed 1 --folder runs/mine"
+    assert again == f"torchrun --nproc-per-node=4 {words}"
 
 
 def test_a_restart_without_a_folder_is_refused(monkeypatch, tmp_path, capsys):
