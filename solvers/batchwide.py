@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -43,13 +44,16 @@ class Batchwide(Protocol):
         """
         ...
 
-    def average(self, losses: Tensor, weights: Sequence[nn.Parameter], share: float) -> Tensor:
+    def average(
+        self, losses: Tensor, weights: Sequence[nn.Parameter], share: float, names: Sequence[str] = ()
+    ) -> Tensor:
         """The batch's losses, from those of a share of its episodes; weights get the batch's gradients, too.
 
         Args:
             losses: Means over this process's episodes, `[n]`.
             weights: With the gradients of those.
             share: How much of the batch this process has.
+            names: Of the losses; the same for all of them.
         """
         ...
 
@@ -68,6 +72,10 @@ class Batchwide(Protocol):
             KeyboardInterrupt: If one of them was interrupted.
             ProcessFailedError: If one of them failed.
         """
+        ...
+
+    def finish(self) -> None:
+        """From here on, Ctrl-C comes too late: there is a result."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
@@ -100,7 +108,9 @@ class Alone:
         spread, mean = torch.std_mean(values, tuple(range(axes)), correction=0)
         return spread, mean
 
-    def average(self, losses: Tensor, weights: Sequence[nn.Parameter], share: float) -> Tensor:
+    def average(
+        self, losses: Tensor, weights: Sequence[nn.Parameter], share: float, names: Sequence[str] = ()
+    ) -> Tensor:
         """The losses themselves; gradients are the batch's already."""
         return losses.detach()
 
@@ -115,6 +125,9 @@ class Alone:
     def agree(self) -> None:
         """With oneself, at once."""
 
+    def finish(self) -> None:
+        """With oneself, at once."""
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Errors go their usual way."""
@@ -122,3 +135,20 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def takes_whole(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `whole`, for those who have the batch between them.
+
+    Example:
+        >>> takes_whole(lambda payoffs, whole: None), takes_whole(lambda payoffs, **further: None)
+        (True, True)
+        >>> takes_whole(lambda payoffs: None)
+        False
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    named = any(each.name == "whole" and each.kind is not each.POSITIONAL_ONLY for each in parameters)
+    return named or any(each.kind is each.VAR_KEYWORD for each in parameters)

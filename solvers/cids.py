@@ -27,6 +27,7 @@ from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import Policy, as_policy
 from solvers import shards
+from solvers.batchwide import takes_whole
 from solvers.checkpoint import (
     CheckpointError,
     as_directory,
@@ -45,10 +46,10 @@ from solvers.learner import Learner, policy_weights
 from solvers.objectives import Variational, as_objective
 from solvers.policies import LSTMPolicy
 from solvers.priors import DirichletPriors, OnePrior, as_sampler, described_priors
-from solvers.processes import batchwide
+from solvers.processes import alone, batchwide
 from solvers.run import Diary, Run
 from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
-from solvers.solution import SETTINGS, WEIGHTS, Solution
+from solvers.solution import EARLIER, SETTINGS, WEIGHTS, Solution
 from solvers.worlds import Lived, as_world
 
 if TYPE_CHECKING:
@@ -98,8 +99,12 @@ def fit(
     some of a batch's shards (of at most 250 episodes, with random numbers of their own), gradients are
     averaged, and all return the same solution: that of a single process, up to the order in which numbers are
     added. The first process alone reads and writes the checkpoint, shows progress and calls callbacks. What
-    fails in one ends the fit in all. Only a policy that draws random numbers while it is improved, as dropout
-    does, draws others than in a single process.
+    fails in one ends the fit in all, and Ctrl-C waits for the next exchange. It is not the same solution if a
+    policy draws random numbers while it is improved, as dropout does, or takes means over the batch, as
+    BatchNorm does, which are then over this process's episodes; objectives and estimators of your own are
+    told how to take theirs over all (`Objective.payoffs`, `GradientStep.whole`). Inside
+    `solvers.processes.alone()`, a fit is of its process alone: each fits a seed of its own, say, or the first
+    fits and the others do not. So are fits in callbacks, and those of `run`.
 
     Args:
         model: The CPOMDP.
@@ -118,7 +123,7 @@ def fit(
             `Reinforce()`, the paper's, for the variational one.
         iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
             variational one; half as many again for an amortised policy.
-        batch_size: How many episodes in a batch.
+        batch_size: How many episodes in a batch; N processes need more than 250 (N − 1).
         learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
             0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
         seed: The same seed gives the same policy; left out, fresh entropy is taken.
@@ -145,10 +150,11 @@ def fit(
         >>> solution.evaluate(100).returns.num_episodes
         100
     """
-    require_model(model)
-    whole = batchwide(model.device)
+    device = getattr(model, "device", None)
+    whole = batchwide(device if isinstance(device, torch.device) else torch.device("cpu"))
     first = whole.rank == 0
-    with whole.together():
+    with whole.together(), alone():  # a fit within this one is nobody else's
+        require_model(model)
         goal = as_objective(objective)
         backend = as_backend(likelihood)
         variational = isinstance(goal, Variational)
@@ -205,8 +211,11 @@ def fit(
             iterations=iterations,
             batch_size=batch_size,
             seed=number,
+            **({"shard": shards.SHARD} if batch_size > shards.SHARD else {}),
         )
-        _require_same(settings, whole.shared({"settings": settings})["settings"])
+        learned = [name for name, weight in learner.networks.named_parameters() if weight.requires_grad]
+        asked = {**settings, "checkpoint": checkpoint is not None, "requires_grad": learned}
+        _require_same(asked, whole.shared({"settings": asked})["settings"])
         fitting = Fitting(learner)
         if directory is not None and saved is not None:
             require_equal(directory / CHECKPOINT, saved["settings"], settings)
@@ -238,11 +247,12 @@ def fit(
                         save_tensors(directory / CHECKPOINT, state)
                     whole.agree()
         except KeyboardInterrupt:
-            if first:
+            if first and learner.iteration < iterations:
                 done = f"stopped after {learner.iteration} of {iterations} iterations"
                 bar.write(f"{done}; this is the best so far")
         finally:
             bar.close()
+        whole.finish()
         fitting.share(whole)
         net.eval()
         finished = learner.iteration == iterations
@@ -278,7 +288,7 @@ def run(
 
     Every episode is played with the policy for `P(C | H_{k-1})`, in the true context (Remark 3.3), and
     what was seen turns that into `P(C | H_k)`. Interrupted by Ctrl-C, it returns the episodes so far; before
-    the first, while a solution is fitted, it stops.
+    the first, while a solution is fitted, it stops. In a process group, every process has a run of its own.
 
     Args:
         model: The CPOMDP; what the agent believes of the world.
@@ -328,7 +338,8 @@ def run(
     world = as_world(model, environment, number, stratified(p, number or 1, offset=seed_for(root, 0) / 2**32))
     if solution is None:
         ready = DirichletPriors(tuple(p.tolist()))
-        solution = fit(model, prior=ready, likelihood=likelihood, seed=root, progress=progress)
+        with alone():
+            solution = fit(model, prior=ready, likelihood=likelihood, seed=root, progress=progress)
         if not solution.finished:
             raise KeyboardInterrupt
     policy = _as_policy(solution, model)
@@ -383,7 +394,8 @@ class Resolving:
         lived = []
         for row in rows.tolist():
             settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
-            solution = fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
+            with alone():
+                solution = fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
             if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
                 raise KeyboardInterrupt
             lived.append(self.world.play(solution.policy, backend, rows.new_tensor([row]), prior, seed))
@@ -427,9 +439,8 @@ def _require_same(settings: Mapping[str, Any], firsts: Mapping[str, Any]) -> Non
 
 def _require_batchwide(estimator: Estimator) -> None:
     """Raise unless an estimator can tell means of the batch from those of its own episodes."""
-    takes = len(inspect.signature(estimator.advantages).parameters)
     expected = "one whose `advantages` also takes `whole`, as several processes have the batch between them"
-    require(takes > 2, "estimator", type(estimator).__name__, expected)
+    require(takes_whole(estimator.advantages), "estimator", type(estimator).__name__, expected)
 
 
 class Fitting:
@@ -534,20 +545,9 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     require_model(model)
     path = as_directory("directory", directory)
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
-    content = load_json(path / SETTINGS)
-    kinds = {
-        "weights": str,
-        "settings": dict,
-        "prior": list,
-        "history": dict,
-        "hidden": int | None,
-        "finished": bool,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(content.get(name, ...), kind):
-            raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
-    if not WEIGHTS.fullmatch(content["weights"]):  # a file beside this one, and no other
-        raise CheckpointError(f"{path / SETTINGS} is no solution: weights is {content['weights']!r}")
+    content = _solution_content(path)
+    if not (path / content["weights"]).exists():  # another process may just have saved another
+        content = _solution_content(path)
     settings, hidden = content["settings"], content["hidden"]
     expected = description(model)
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
@@ -572,6 +572,24 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path / SETTINGS} is no solution: history: {error}") from error
     return Solution(model, net, prior, history, settings, content["finished"])
+
+
+def _solution_content(path: Path) -> dict[str, Any]:
+    content = {"weights": EARLIER, **load_json(path / SETTINGS)}
+    kinds = {
+        "weights": str,
+        "settings": dict,
+        "prior": list,
+        "history": dict,
+        "hidden": int | None,
+        "finished": bool,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name, ...), kind):
+            raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
+    if not WEIGHTS.fullmatch(content["weights"]):  # a file beside this one, and no other
+        raise CheckpointError(f"{path / SETTINGS} is no solution: weights is {content['weights']!r}")
+    return content
 
 
 def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:

@@ -57,47 +57,52 @@ if TYPE_CHECKING:
     from solvers.solution import Solution
 
 CHECKPOINT = "checkpoint"
+MOMENT = 0.5  # seconds
 EVERY = 10.0  # seconds between lines that tell of progress, where there is no terminal
 
 
 def fit(options: Namespace) -> int:
     """Learn a policy, or go on learning it; started by torchrun, together with the other processes."""
-    with joined():
-        whole = batchwide(torch.device("cpu"))
-        try:
-            return _fit(options, whole)
-        except (Exception, KeyboardInterrupt) as error:
-            if whole.rank == 0:
-                raise
-            if isinstance(error, KeyboardInterrupt):
-                return INTERRUPTED
-            if is_user_error(error):  # the first process tells of it
-                return USER_ERROR
+    rank = 0
+    try:
+        with joined():
+            whole = batchwide(torch.device("cpu"))
+            rank = whole.rank
+            with whole.together():
+                return _fit(options, whole)
+    except (Exception, KeyboardInterrupt) as error:
+        if rank == 0:
             raise
+        time.sleep(MOMENT)  # for the first process to say what was wrong, before torchrun ends it
+        if isinstance(error, KeyboardInterrupt):
+            return INTERRUPTED
+        if is_user_error(error):
+            return USER_ERROR
+        raise
 
 
 def _fit(options: Namespace, whole: Batchwide) -> int:
-    with whole.together():
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.run is None:
-            raise CommandError("--folder: expected one that restarted processes can go on with, got none")
-        spec = ModelSpec.of([options.model, *options.arguments])
-        model = spec.build()
-        whole.agree()  # that all have it, before there is a folder
-        results = _results(options, spec) if whole.rank == 0 else None
-        seed = whole.shared({"seed": None if results is None else results.seed})["seed"]
-    deciding = _settings(options)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.run is None:
+        raise CommandError("--folder: expected one that restarted processes can go on with, got none")
+    spec = ModelSpec.of([options.model, *options.arguments])
+    model = spec.build()
+    whole.agree()  # that all have it, before there is a folder
+    results = _results(options, spec) if whole.rank == 0 else None
+    place: dict[str, Any] = {"seed": None, "checkpoint": None}
+    if results is not None:
+        place = {"seed": results.seed, "checkpoint": str(results.folder.path / CHECKPOINT)}
+    settings = {**_settings(options), **whole.shared(place)}
     if results is None:
-        solution = cids.fit(model, **deciding, seed=seed, progress=False)
+        solution = cids.fit(model, **settings, progress=False)
+        whole.agree()  # when the first process has written everything
         return OK if solution.finished else INTERRUPTED
     folder, progress = results.folder, shows_progress(options)
     note(options, f"run folder: {folder.path}")
     with results.kept():
         solution = cids.fit(
             model,
-            **deciding,
-            seed=seed,
+            **settings,
             progress=progress,
-            checkpoint=folder.path / CHECKPOINT,
             checkpoint_every=options.checkpoint_every,
             callbacks=[] if progress or options.quiet else [lines(options)],
         )
@@ -107,14 +112,26 @@ def _fit(options: Namespace, whole: Batchwide) -> int:
             raise Interrupted(
                 f"stopped after {done:,} of {asked:,} iterations; the best policy so far is in "
                 f"{folder.path / SOLUTION} (evaluate it with --unfinished); "
-                f"to go on from the last checkpoint: {results.again()}"
+                f"to go on from the last checkpoint: {_again(results, whole)}"
             )
         write_figures(options, folder, {"solution": solution.plot})
         results.finish()
     print(last(solution))
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
     note(options, f"solution: {folder.path / SOLUTION}; next: {then}")
+    whole.agree()
     return OK
+
+
+def _again(results: Results, whole: Batchwide) -> str:
+    """The command line that goes on, with as many processes."""
+    if whole.size == 1:
+        return results.again()
+    words = list(results.options.command_line)
+    if results.options.run is None:
+        words += ["--folder", str(results.folder.path)]
+    here = os.environ.get("LOCAL_WORLD_SIZE", whole.size)
+    return shlex.join(["torchrun", f"--nproc-per-node={here}", "-m", "cpomdp_ppl", "fit", *words])
 
 
 def _results(options: Namespace, spec: ModelSpec) -> Results:
@@ -188,7 +205,13 @@ def _options(parser: ArgumentParser) -> None:
         type=count,
         help="batches (default: 800, or 4000 if variational; half as many again with --prior dirichlet)",
     )
-    parser.add_argument("--batch-size", type=count, default=200, help="episodes (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size",
+        type=count,
+        default=200,
+        help="episodes (default: %(default)s); N processes need more than 250 (N - 1), and multiples of "
+        "250 N are shared evenly",
+    )
     parser.add_argument("--learning-rate", type=positive, help="(default: chosen by the estimator)")
     parser.add_argument(
         "--checkpoint-every", type=count, default=25, help="iterations apart (default: %(default)s)"

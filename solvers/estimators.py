@@ -107,6 +107,8 @@ class GradientStep:
         now: Decisions of the policy as it is now.
         critic: Whose units values are in.
         progress: How far the fit is, from 0 to 1.
+        whole: Those who have the batch between them, for means over all episodes; `batch` and all that is by
+            episode here are this process's share.
     """
 
     batch: Batch
@@ -117,6 +119,7 @@ class GradientStep:
     now: Decisions
     critic: Critic
     progress: float
+    whole: Batchwide = ALONE
 
     @staticmethod
     def first(
@@ -140,7 +143,7 @@ class GradientStep:
         """
         size = whole.mean(advantages.square())[0].sqrt()
         states = standardised(batch.states[:, :-1], whole)
-        return GradientStep(batch, advantages, size, states, now.detached(), now, critic, progress)
+        return GradientStep(batch, advantages, size, states, now.detached(), now, critic, progress, whole)
 
 
 class Estimator(Protocol):
@@ -172,12 +175,17 @@ class Estimator(Protocol):
         Args:
             payoffs: `[B, T]`, float64.
             before: Decisions of the policy that played, without gradient.
-            whole: Those who have the batch between them; it is given only if they are several.
+            whole: Those who have the batch between them: means over all episodes are theirs to say. It is
+                given by its name, to those who have a parameter of that name, and several processes ask for
+                one.
         """
         ...
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
-        """The loss, term by term."""
+        """The loss, term by term: each a mean over the episodes, which is averaged over processes.
+
+        What else is a mean over the whole batch, such as a baseline, is `step.whole` to be asked for.
+        """
         ...
 
 

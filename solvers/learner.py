@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from cpomdp_ppl.isolation import isolated, seed_for
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 from solvers import shards
-from solvers.batchwide import ALONE
+from solvers.batchwide import ALONE, takes_whole
 from solvers.estimators import Critic, Decisions, GradientStep
 from solvers.objectives import Batch
 from solvers.policies import Mixed, SequencePolicy, unroll
@@ -164,7 +165,7 @@ class Learner:
         with isolated(seeds[4]):
             priors = self._draw_priors(self.batch_size)
             contexts = stratified(priors, self.batch_size, offset=seeds[2] / 2**32)
-        own = shards.split(self.batch_size)[self.whole.rank :: self.whole.size]
+        own = self._shards()
         parts = [self._play(shard, contexts, priors, seeds[0]) for shard in own]
         episodes = parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
         played = time.perf_counter()
@@ -173,15 +174,12 @@ class Learner:
         measured["return"] = float(self.whole.mean(episodes.returns)[0])
         died = None
         try:
-            filtering = Filtering.concatenate(
-                [
-                    self.backend.run(self.model, part, seed=shard.seed(seeds[1]), moments=False)
-                    for shard, part in zip(own, parts, strict=True)
-                ]
-            )
+            filtering = self._filter(own, parts, episodes, seeds[1])
             batch = Batch.of(episodes, filtering, torch.cat([priors[shard.rows] for shard in own]))
         except DegenerateWeightsError as error:
             died = str(error)
+            if self.batch_size > shards.SHARD:  # it is not the batch's episodes that are counted there
+                died = re.sub(r" of episode \d+", "", died)
         died = self.whole.heard(died)
         if died is not None:
             self._lose_batch(died)
@@ -201,6 +199,21 @@ class Learner:
             measured[f"seconds_{phase}"] = each
         self.iteration += 1
         return measured
+
+    def _shards(self) -> list[Shard]:
+        """This process's; the first processes have one less, if need be, as the first has files to write."""
+        rank, size = self.whole.rank, self.whole.size
+        backwards = shards.split(self.batch_size)[::-1]
+        return backwards[size - 1 - rank :: size][::-1]
+
+    def _filter(self, own: list[Shard], parts: list[Episodes], episodes: Episodes, seed: int) -> Filtering:
+        """Shard by shard where random numbers are drawn, or all at once, which takes less time."""
+        runs = list(zip(own, parts, strict=True))
+        if not vars(type(self.backend)).get("draws", True):
+            runs = [(own[0], episodes)]
+        return Filtering.concatenate(
+            [self.backend.run(self.model, each, seed=shard.seed(seed), moments=False) for shard, each in runs]
+        )
 
     def _play(self, shard: Shard, contexts: Tensor, priors: Tensor, seed: int) -> Episodes:
         """Episodes of one shard, of a batch's contexts `[B]` and priors `[B, C]`."""
@@ -233,14 +246,16 @@ class Learner:
 
     def _improve(self, batch: Batch, temperature: float) -> dict[str, float]:
         now = self.decide(batch)
-        payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)
+        # Objectives and estimators of the user's own need not know that there may be others.
+        whole = {"whole": self.whole}
+        others = whole if takes_whole(self.objective.payoffs) else {}
+        payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature, **others)
         to_come = payoffs.flip(1).cumsum(1).flip(1)  # [B, T]
         if not self.critic.settled:  # it learns its units first
             self.critic.rescale(to_come, self.whole)
             now = self.decide(batch)
-        # An estimator of the user's own need not know that there may be others.
-        others = () if self.whole.size == 1 else (self.whole,)
-        advantages = self.estimator.advantages(payoffs, now.detached(), *others)
+        others = whole if takes_whole(self.estimator.advantages) else {}
+        advantages = self.estimator.advantages(payoffs, now.detached(), **others)
         step = GradientStep.first(batch, advantages, now, self.critic, self.progress, self.whole)
         norms = []
         for epoch in range(self.estimator.epochs):
@@ -257,7 +272,7 @@ class Learner:
         each.sum().backward()
         if self.progress < self.estimator.warm_up:
             self.policy.zero_grad()
-        losses = self.whole.average(each, self.parameters, share)
+        losses = self.whole.average(each, self.parameters, share, list(terms))
         for name, loss in zip(terms, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise DivergedError(f"iteration {self.iteration + 1}: the {name} loss is {loss}")

@@ -87,6 +87,10 @@ class Objective(Protocol):
     def payoffs(self, batch: Batch, log_probs: Tensor, temperature: float) -> Tensor:
         """What each step pays, float64 `[B, T]`.
 
+        What an episode pays depends on that episode alone: several processes each have some episodes of a
+        batch. An objective for which it does not has a further parameter `whole`, a `Batchwide` that is given
+        by its name, and that knows means over all episodes.
+
         Args:
             batch: The episodes.
             log_probs: `log π(a_t | h_t)` of the actions taken, `[B, T]`, without gradient.

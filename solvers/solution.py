@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from cpomdp_ppl.files import write_whole
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.simulate import simulate
-from solvers.checkpoint import load_json, made_directory, save_json
+from solvers.checkpoint import CheckpointError, load_json, made_directory, save_json
 from solvers.policies import LSTMPolicy
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
 
 SETTINGS = "solution.json"
-WEIGHTS = re.compile(r"policy-[0-9a-f]{16}\.pt")
+WEIGHTS = re.compile(r"policy(-[0-9a-f]{16})?\.pt")
 """Files of weights are called after what is in them."""
+EARLIER = "policy.pt"
+"""But there was a time when they were not, and settings did not name them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +152,16 @@ class Solution:
             "finished": self.finished,
             "history": history,
         }
+        there = weights.exists()
         try:
             write_whole(weights, lambda file: _write(file, written))
             save_json(path / SETTINGS, content)  # from here on, the weights are these
-        finally:
+        except BaseException:
+            with suppress(OSError, CheckpointError):  # or the error itself would not be seen
+                if not there and _named(path) != weights.name:
+                    weights.unlink(missing_ok=True)
+            raise
+        with suppress(OSError, CheckpointError):  # all that matters is done
             _keep_one(path)
 
 
@@ -160,10 +169,15 @@ def _write(file: Path, content: io.BytesIO) -> None:
     file.write_bytes(content.getbuffer())
 
 
+def _named(path: Path) -> Any:
+    """The weights of the solution in a directory; None if there is no solution."""
+    settings = path / SETTINGS
+    return load_json(settings).get("weights", EARLIER) if settings.exists() else None
+
+
 def _keep_one(path: Path) -> None:
-    """Delete weights that are not, or no more, those of the solution in a directory."""
-    if (path / SETTINGS).is_file():
-        kept = load_json(path / SETTINGS).get("weights")
-        for file in path.iterdir():
-            if WEIGHTS.fullmatch(file.name) and file.name != kept:
-                file.unlink(missing_ok=True)
+    """Delete weights that are no more those of the solution in a directory."""
+    kept = _named(path)
+    for file in path.iterdir():
+        if WEIGHTS.fullmatch(file.name) and file.name != kept:
+            file.unlink(missing_ok=True)

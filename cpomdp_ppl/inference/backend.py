@@ -131,6 +131,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    draws: ClassVar[bool] = True
+    """Whether `run` depends on its seed. A class that says it does not says so of itself alone."""
 
     @abstractmethod
     def recursion(self, model: CPOMDP) -> Recursion:

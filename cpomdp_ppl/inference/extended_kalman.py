@@ -34,6 +34,7 @@ class ExtendedKalmanFilter(KalmanFilter):
     """
 
     name: ClassVar[str] = "ekf"
+    draws: ClassVar[bool] = False
     reward_points: int = 64
 
     def __post_init__(self) -> None:

@@ -85,6 +85,7 @@ class GridFilter(Backend):
     reach: float | None = None
 
     name: ClassVar[str] = "grid"
+    draws: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_count("num_points", self.num_points)

@@ -69,6 +69,7 @@ class ObservableOperator(Backend):
     """
 
     name: ClassVar[str] = "exact"
+    draws: ClassVar[bool] = False
 
     @double_precision()
     def recursion(self, model: CPOMDP) -> FiniteRecursion:

@@ -36,6 +36,7 @@ class UnscentedKalmanFilter(KalmanFilter):
     """
 
     name: ClassVar[str] = "ukf"
+    draws: ClassVar[bool] = False
     alpha: float = 1.0
     beta: float = 0.0
     kappa: float | None = None

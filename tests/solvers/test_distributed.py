@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyro.distributions as dist
@@ -23,10 +26,10 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LightDark, LineGrid
-from solvers import cids, shards
+from solvers import cids, commands, shards
 from solvers.estimators import ActorCritic, Reinforce
 from solvers.objectives import Information
-from solvers.processes import Processes, joined
+from solvers.processes import ROOM, Processes, ProcessFailedError, alone, joined
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -37,7 +40,7 @@ ROOT = Path(__file__).parent.parent.parent
 SMALL = 5  # episodes in a shard
 SHORT = dict(
     iterations=5, batch_size=23, seed=3, progress=False
-)  # shards of 5, 5, 5, 4 and 4: 14 and 9 episodes
+)  # shards of 5, 5, 5, 4 and 4: 9 and 14 episodes
 SIZE = 2
 
 
@@ -65,6 +68,10 @@ CASES = {
         dict(likelihood=ParticleFilter(32), prior="dirichlet", estimator=ActorCritic(warm_up=0.3)),
     ),
     "own policy": lambda rank: (LineGrid(), dict(likelihood="exact", policy=Table(LineGrid(), rank))),
+    "means over the batch": lambda rank: (
+        LineGrid(),
+        dict(likelihood="exact", objective=Centred(), estimator=Scaled()),
+    ),
 }
 
 
@@ -125,7 +132,7 @@ class Dying(ObservableOperator):
 
     def run(self, model, episodes, *, seed=None, moments=True):
         if torch.distributed.get_rank() == 1 and seed % 3 == 0:
-            raise DegenerateWeightsError("nothing is left")
+            raise DegenerateWeightsError("time 3 of episode 2: nothing is left")
         return super().run(model, episodes, seed=seed, moments=moments)
 
 
@@ -143,11 +150,53 @@ class Odd(Information):
         if torch.distributed.get_rank() == 1 and len(self.calls) == 3:
             if self.wrong == "raises":
                 raise ZeroDivisionError("halfway")
+            if self.wrong == "in no encoding":
+                raise ZeroDivisionError("caf\udce9")
+            if self.wrong == "unspeakable":
+                raise UnspeakableError
             if self.wrong == "pressed":
                 os.kill(os.getpid(), signal.SIGINT)
             if self.wrong == "nan":
                 return payoffs * float("nan")
         return payoffs
+
+
+class Centred(Information):
+    """An objective whose payoffs depend on the mean over all episodes."""
+
+    def payoffs(self, batch, log_probs, temperature, *, whole):
+        payoffs = super().payoffs(batch, log_probs, temperature)
+        return payoffs * payoffs.sign() - whole.mean(payoffs)[0]
+
+
+class Unequal(Information):
+    """An objective that asks for a sum of more numbers in one process than in the other."""
+
+    def payoffs(self, batch, log_probs, temperature, **further):
+        further["whole"].total(torch.ones(3 + torch.distributed.get_rank()))
+        return super().payoffs(batch, log_probs, temperature)
+
+
+class Scaled(ActorCritic):
+    """An estimator with a term that needs a mean over all episodes."""
+
+    def terms(self, step):
+        size = step.whole.mean(step.batch.episodes.returns.abs())[0]
+        return {name: term / (1 + size) for name, term in super().terms(step).items()}
+
+
+class Renamed(Reinforce):
+    """An estimator whose term is called differently in every process."""
+
+    def terms(self, step):
+        return {f"policy {torch.distributed.get_rank()}": term for term in super().terms(step).values()}
+
+
+class UnspeakableError(Exception):
+    """An error that cannot be put in words."""
+
+    def __str__(self):
+        raise ZeroDivisionError
 
 
 class OfOneProcess(Reinforce):
@@ -160,6 +209,55 @@ class OfOneProcess(Reinforce):
 def stop_after_two(iteration, measured, policy):
     if iteration == 2:
         raise KeyboardInterrupt
+
+
+def alarmed(rank, model, **settings):
+    """A signal in the second process between the halves of an exchange, whose handler raises."""
+    real = torch.distributed.all_reduce
+
+    def all_reduce(tensor, **further):
+        if rank == 1 and tensor.numel() > 2 * ROOM:
+            signal.raise_signal(signal.SIGALRM)
+        return real(tensor, **further)
+
+    def handler(number, frame):
+        raise TimeoutError("of the user's own")
+
+    signal.signal(signal.SIGALRM, handler)
+    torch.distributed.all_reduce = all_reduce
+    try:
+        return refused(model, **settings), signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        torch.distributed.all_reduce = real
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def pressed_late(rank, model, **settings):
+    """Ctrl-C in the second process, when there is nothing left to stop."""
+    real = cids.Fitting.share
+
+    def share(self, whole):
+        if rank == 1 and self.learner.iteration == self.learner.iterations:
+            signal.raise_signal(signal.SIGINT)
+        real(self, whole)
+
+    cids.Fitting.share = share
+    try:
+        return fitted(model, **settings)
+    finally:
+        cids.Fitting.share = real
+
+
+def broken(words):
+    """What becomes of an error of the library that carries messages."""
+
+    def how(tensor):
+        raise RuntimeError(words)
+
+    try:
+        Processes(torch.device("cpu"))._exchange(how, torch.zeros(()))
+    except ProcessFailedError as error:
+        return str(error)
 
 
 def everything(rank, place):
@@ -192,6 +290,30 @@ def everything(rank, place):
         grid, **exact, checkpoint=place / "stopped", callbacks=[lambda k, *_: told.append(k)]
     )
     found["told"] = told
+    found["lengths"] = refused(grid, **exact, objective=Unequal())
+    found["terms"] = refused(grid, **exact, estimator=Renamed())
+    table = Table(grid)
+    table.second = nn.Parameter(torch.zeros(1), requires_grad=rank == 0)
+    found["frozen"] = refused(grid, **exact, policy=table)
+    found["checkpoint of one"] = refused(grid, **exact, checkpoint=None if rank else place / "of one")
+    found["no model"] = refused("no model" if rank else grid, **exact)
+    found["in no encoding"] = refused(grid, **exact, objective=Odd("in no encoding"))
+    with suppress(ZeroDivisionError):  # it cannot be put in words here, either
+        found["unspeakable"] = refused(grid, **exact, objective=Odd("unspeakable"))
+    found["alarm"] = alarmed(rank, grid, **exact)
+    found["pressed late"] = pressed_late(rank, grid, **exact)
+    nested = []
+    found["with another in it"] = fitted(
+        grid, **exact, callbacks=[lambda *_: nested.append(fitted(grid, **exact, iterations=1, seed=9))]
+    )
+    found["nested"] = nested
+    with alone():
+        found["alone"] = fitted(grid, **exact, iterations=1, seed=rank)
+    resolve = dict(iterations=1, batch_size=8)
+    run = cids.run(grid, 0, 2, solution=Table(grid), **exact, resolve=resolve, seed=rank, progress=False)
+    found["run"] = run.posteriors
+    found["late"] = broken("Timed out waiting 1000ms for recv operation to complete")
+    found["gone"] = broken("Connection closed by peer")
     return found
 
 
@@ -324,9 +446,11 @@ def test_a_batch_whose_particles_died_in_one_process_is_left_out_by_all(found):
     lost = int(first["lost"]["history"]["entropy"].isnan().sum())
     assert 0 < lost < SHORT["iterations"]
     assert bool(first["lost"]["history"]["return"].isfinite().all())
-    assert [("left out" in each and "nothing is left" in each) for each in first["lost"]["warnings"]] == [
-        True
-    ]
+    (said,) = first["lost"]["warnings"]
+    assert "left out" in said
+    assert (
+        "(time 3: nothing is left)" in said
+    )  # and not which episode of the shard, as if it were the batch's
     assert second["lost"]["warnings"] == []  # the first has told
 
 
@@ -349,6 +473,97 @@ def test_one_process_can_go_on_where_two_were_stopped(found, monkeypatch):
     monkeypatch.setattr(shards, "SHARD", SMALL)
     rest = fitted(LineGrid(), likelihood="exact", checkpoint=place / "stopped")
     assert_same(rest, first["critic"], tolerance=1e-5)
+
+
+def test_those_who_are_at_different_things_all_find_out(found):
+    for rank, each in enumerate(found[1]):
+        assert each["lengths"].startswith("ProcessFailedError: the processes are not at the same thing")
+        assert (
+            f"process 0 at a sum of [3] numbers, process {rank} at a sum of [{3 + rank}]" in each["lengths"]
+        )
+        assert each["terms"].startswith("ProcessFailedError: the processes are not at the same thing")
+        assert f"numbers (policy 0), process {rank} at" in each["terms"]
+        assert f"numbers (policy {rank});" in each["terms"]
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("frozen", "requires_grad: expected what the first process has"),
+        ("checkpoint of one", "checkpoint: expected what the first process has, True, got False"),
+        ("no model", "model: expected an instance of a CPOMDP, got no model"),
+    ],
+)
+def test_what_is_wrong_in_one_process_before_the_fit_is_the_end_for_all(found, what, named):
+    _, (first, second) = found
+    assert second[what].startswith(f"ValueError: {named}")
+    assert first[what].startswith(f"ProcessFailedError: process 1 of 2 failed: ValueError: {named}")
+
+
+def test_errors_that_cannot_be_put_in_words(found):
+    _, (first, second) = found
+    assert second["in no encoding"] == "ZeroDivisionError: caf\udce9"
+    assert (
+        first["in no encoding"] == "ProcessFailedError: process 1 of 2 failed: ZeroDivisionError: caf\\udce9"
+    )
+    assert first["unspeakable"] == "ProcessFailedError: process 1 of 2 failed: UnspeakableError"
+    assert "unspeakable" not in second
+
+
+def test_a_signal_between_the_halves_of_an_exchange_waits_for_its_end(found):
+    _, (first, second) = found
+    assert second["alarm"] == ("TimeoutError: of the user's own", True)
+    failed = "ProcessFailedError: process 1 of 2 failed: TimeoutError: of the user's own"
+    assert first["alarm"] == (failed, True)
+
+
+def test_ctrl_c_after_the_last_iteration_comes_too_late(found):
+    for each in found[1]:
+        assert each["pressed late"]["finished"]
+        assert_same(each["pressed late"], each["critic"])
+
+
+def test_fits_of_one_process_in_a_group(found, monkeypatch):
+    _, (first, second) = found
+    settings = dict(likelihood="exact", iterations=1)
+    for rank, each in enumerate((first, second)):
+        assert_same(each["with another in it"], each["critic"])
+        assert_same(each["alone"], by_one(monkeypatch, LineGrid(), **settings, seed=rank))
+        assert each["run"].shape == (1, 3, 2)
+    assert not torch.equal(first["run"], second["run"])  # other seeds
+    assert len(first["nested"]) == SHORT["iterations"]
+    assert second["nested"] == []
+    for nested in first["nested"]:
+        assert_same(nested, by_one(monkeypatch, LineGrid(), **settings, seed=9))
+
+
+def test_who_is_late_is_told_from_who_is_gone(found):
+    for each in found[1]:
+        assert each["late"].startswith("another process did not answer in time: Timed out")
+        assert each["gone"].startswith("another process is gone: Connection closed")
+
+
+class ByShard(ObservableOperator):
+    """A backend that may draw, as far as anybody knows."""
+
+    calls = 0
+
+    def run(self, *arguments, **settings):
+        type(self).calls += 1
+        return super().run(*arguments, **settings)
+
+
+class AtOnce(ByShard):
+    """The same, but it says that it does not."""
+
+    draws = False
+
+
+def test_shards_are_filtered_at_once_where_nothing_is_drawn(monkeypatch):
+    by_shard = by_one(monkeypatch, LineGrid(), likelihood=ByShard())
+    at_once = by_one(monkeypatch, LineGrid(), likelihood=AtOnce())
+    assert_same(at_once, by_shard)
+    assert (ByShard.calls, AtOnce.calls) == (5 * 5, 5 * 1 + 5 * 5)  # counted on from what the first had
 
 
 class Mortal(ObservableOperator):
@@ -386,6 +601,9 @@ def test_a_process_that_is_killed_ends_all_and_they_go_on_to_the_very_same_end(f
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["checkpoint.pt"]
 
 
+LAST = 2
+
+
 def restarted(rank, place, attempt, environment):
     """A process that torchrun started, and that is killed, if it is the second, once it has been heard."""
     os.environ.update(environment, RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(attempt))
@@ -394,8 +612,12 @@ def restarted(rank, place, attempt, environment):
         total = whole.total(torch.ones(()))
         (place / f"{attempt} {rank}").write_text(str(float(total)))
         whole.agree()
-        if rank == 1:
+        if rank == 1 and attempt < LAST:
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and attempt == LAST:
+            time.sleep(0.5)
+            (place / "written").write_text("by the first process, before anybody leaves")
+    (place / f"{attempt} {rank} left").write_text(str((place / "written").exists()))
 
 
 def test_restarted_processes_do_not_look_for_their_predecessors(tmp_path):
@@ -409,13 +631,15 @@ def test_restarted_processes_do_not_look_for_their_predecessors(tmp_path):
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     context = multiprocessing.get_context("forkserver")
-    for attempt in range(4):
+    for attempt in range(LAST + 1):
         arguments = tmp_path, attempt, environment
         finish(
             [context.Process(target=restarted, args=(rank, *arguments)) for rank in range(SIZE)], within=30
         )
         said = [(tmp_path / f"{attempt} {rank}").read_text() for rank in range(SIZE)]
         assert said == ["2.0", "2.0"]
+    # In the last attempt, in which nobody is killed, no process leaves before the first has written.
+    assert [(tmp_path / f"{LAST} {rank} left").read_text() for rank in range(SIZE)] == ["True", "True"]
 
 
 MODEL = """
@@ -469,11 +693,52 @@ def test_torchrun_restarts_the_command_line(tmp_path, monkeypatch):
     assert [path.name for path in Path.cwd().iterdir() if (path / "run.json").exists()] == ["two"]
 
 
-def test_an_environment_of_several_processes_must_be_whole(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("WORLD_SIZE", "two", "a number from 1 to"),
+        ("RANK", "2", "a number from 0 to 1"),
+        ("MASTER_ADDR", None, "the address of the first process"),
+        ("MASTER_PORT", "70000", "a number from 0 to 65535"),
+    ],
+)
+def test_an_environment_of_several_processes_must_be_whole(monkeypatch, capsys, name, value, expected):
+    whole = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for each, word in (whole | {name: value}).items():
+        if word is None:
+            monkeypatch.delenv(each, raising=False)
+        else:
+            monkeypatch.setenv(each, word)
     assert main(["fit", "cpomdp_ppl.models:LineGrid", "--quiet"]) == 2
-    assert "WORLD_SIZE: expected 1, or an environment as torchrun makes it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"cpomdp: {name}: expected {expected}")
+    assert said.endswith(f"got {value}\n")
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    whole = {
+        "WORLD_SIZE": "3",
+        "RANK": "2",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, word in whole.items():
+        monkeypatch.setenv(name, word)
+    assert main(["fit", "cpomdp_ppl.models:LineGrid", "--quiet"]) == 2
+    assert "LOCAL_RANK: expected less than the number of GPUs, 2" in capsys.readouterr().err
+
+
+def test_the_command_that_goes_on_is_torchruns(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    options = SimpleNamespace(command_line=["m.py:Mine", "--seed", "1"], run=None)
+    results = SimpleNamespace(options=options, folder=SimpleNamespace(path=Path("runs/mine")))
+    again = commands._again(results, SimpleNamespace(size=4))
+    words = "-m cpomdp_ppl fit m.py:Mine --seed 1 --folder runs/mine"
+    assert again == f"torchrun --nproc-per-node=4 {words}"
 
 
 def test_a_restart_without_a_folder_is_refused(monkeypatch, tmp_path, capsys):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import warnings
 
 import numpy as np
@@ -56,3 +57,56 @@ def test_bad_arguments_are_named(solution):
     with pytest.raises(TypeError, match="colour"):
         solution.to_inference_data(2, colour="red")
     assert torch.is_grad_enabled()
+
+
+def names(place):
+    return sorted(path.name for path in place.iterdir())
+
+
+def test_a_solution_of_an_earlier_format(solution, tmp_path):
+    """There, weights were always called the same, and settings did not name them."""
+    solution.save(tmp_path)
+    content = json.loads((tmp_path / "solution.json").read_text())
+    (tmp_path / content.pop("weights")).rename(tmp_path / "policy.pt")
+    (tmp_path / "solution.json").write_text(json.dumps(content))
+    loaded = cids.load(tmp_path, solution.model)
+    for name, weight in solution.policy.state_dict().items():
+        assert torch.equal(weight, loaded.policy.state_dict()[name])
+    loaded.save(tmp_path)
+    assert names(tmp_path) == [
+        json.loads((tmp_path / "solution.json").read_text())["weights"],
+        "solution.json",
+    ]
+    cids.load(tmp_path, solution.model)
+
+
+def test_a_solution_that_is_saved_while_it_is_read(solution, tmp_path, monkeypatch):
+    solution.save(tmp_path)
+    real, calls = cids.load_json, []
+
+    def load_json(path):
+        calls.append(path)
+        gone = {"weights": "policy-0123456789abcdef.pt"} if len(calls) == 1 else {}
+        return real(path) | gone
+
+    monkeypatch.setattr(cids, "load_json", load_json)
+    assert cids.load(tmp_path, solution.model).settings == solution.settings
+    assert len(calls) == 2
+
+
+def test_what_cannot_be_cleaned_up_does_no_harm(solution, tmp_path, monkeypatch):
+    (tmp_path / "policy-0123456789abcdef.pt").mkdir()  # which is not deleted like a file
+    solution.save(tmp_path)
+    cids.load(tmp_path, solution.model)
+
+    def fails(*_):
+        raise ZeroDivisionError("the error itself")
+
+    monkeypatch.setattr("solvers.solution.save_json", fails)
+    (tmp_path / "solution.json").write_text("{")
+    before = names(tmp_path)
+    with torch.no_grad():
+        next(solution.policy.parameters()).add_(1.0)
+    with pytest.raises(ZeroDivisionError, match="the error itself"):
+        solution.save(tmp_path)
+    assert set(before) < set(names(tmp_path))  # nobody knows which weights are in use
