@@ -15,13 +15,17 @@ class ModelError(ValueError):
     """A CPOMDP program is broken.
 
     Attributes:
+        model: Its name.
         faults: One sentence for each fault.
     """
 
     def __init__(self, model: str, faults: Sequence[str]) -> None:
-        self.faults = tuple(faults)
+        self.model, self.faults = model, tuple(faults)
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         super().__init__(f"{model} has {count}:\n" + "\n".join(f"  - {fault}" for fault in self.faults))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.model, self.faults)
 
 
 class EpisodesFileError(ValueError):

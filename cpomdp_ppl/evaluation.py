@@ -17,7 +17,7 @@ from cpomdp_ppl.context import entropy, one_prior, stratified
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
-from cpomdp_ppl.parallel import in_parallel, require_workers
+from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 from cpomdp_ppl.simulate import simulate
 
@@ -161,6 +161,7 @@ def evaluate(
 ) -> Comparison: ...
 
 
+@filters_kept()
 def evaluate(
     model: CPOMDP,
     policy: PolicyLike | Mapping[str, PolicyLike],

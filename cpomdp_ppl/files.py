@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,10 @@ class DiskFullError(OSError):
             f"the disk is full: {path} could not be written; what was there before is whole, "
             "so make space and repeat the command"
         )
-        self.errno = errno.ENOSPC
+        self.path, self.errno = str(path), errno.ENOSPC
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path,)
 
 
 def write_whole(path: str | os.PathLike[str], save: Callable[[Path], None]) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import pickle
+import secrets
 import signal
 import threading
 import time
+import traceback
 import warnings
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import numpy as np
 import pyro
 import torch
 
 from cpomdp_ppl.errors import rejected, require, require_count, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from pyro.params.param_store import StateDict
 
@@ -40,31 +47,43 @@ class WorkerKilledError(RuntimeError):
         self.missing = tuple(missing)
         super().__init__(f"each process that took up {_listed(self.missing)} was killed; the others are done")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.missing,)
+
 
 def in_parallel(
     function: Callable[[Item], Outcome],
-    items: Sequence[Item],
+    items: Iterable[Item],
     *,
     workers: int | None = None,
     retries: int = RETRIES,
+    name: str | None = None,
 ) -> Results[Outcome]:
     """Do the same to many things, and yield each outcome with its item's index as soon as it is there.
 
-    Each is done by a single thread, with the caller's default dtype and Pyro params, so that bits do not
-    depend on how many there are at work. Random numbers are the function's own affair; on Dask, those of
-    Python's `random` are not, as threads of Dask's own draw from it, too.
+    Each is done by a single thread, on a copy of the item and of Pyro's params, with the caller's default
+    dtype and device, so that bits do not depend on how many there are at work, and nothing that is done to
+    items, params, environment, filters of warnings or the current directory reaches the caller. Random
+    numbers are the function's own affair; on Dask, those of Python's `random` are not, as threads of Dask's
+    own draw from it, too.
 
     When a process is killed, those items that it may have been at are taken up again, after all others. The
     last time, each has a process to itself: who is killed then has nobody else to blame, and nobody is lost
     in bad company. On Dask it is the scheduler that does this, and `allowed-failures` that says how often.
 
+    Joblib's processes serve one thread of the caller at a time; another waits until the first is through.
+
     Args:
-        function: Of one item. What it raises ends all of it.
-        items: Sent to processes by (cloud)pickle, as is the function.
+        function: Of one item, which is its own to change; it is not to change itself. What it raises ends
+            all of it.
+        items: Sent to processes by (cloud)pickle, as is the function. In this process, what cannot be copied
+            is given as it is.
         workers: How many processes. One is this process itself, without joblib. None is what joblib is
-            configured for, by `joblib.parallel_config(backend="dask")` for instance, or as many as there
-            are cores. Inside a function that is itself one of many, it is always this process.
+            configured for, or as many as there are cores. Inside `joblib.parallel_config(backend="dask")`
+            it is the cluster that decides. Inside a function that is itself one of many, here or in joblib's
+            own `Parallel`, it is always this process.
         retries: How often an item may be taken up again.
+        name: What Dask's dashboard is to call it; the function's own name if left out.
 
     Raises:
         WorkerKilledError: If that was not often enough; after all the others.
@@ -73,17 +92,22 @@ def in_parallel(
         >>> dict(in_parallel(lambda number: number**2, [1, 2, 3], workers=1))
         {0: 1, 1: 4, 2: 9}
     """
-    require_workers(workers)
-    number = whole_number(retries)
-    require(number is not None and number >= 0, "retries", retries, "a number of times, or 0")
-    backend, n = (None, 1) if workers == 1 or _INSIDE.now else _backend(workers)
+    require_retries(retries)
+    backend, n = _backend(workers)
+    items = list(items)
+    call = Alone(function)
     if backend is None:
-        return _here(function, items)
-    call = Alone(function, torch.get_default_dtype(), _params(), os.getpid())
+        return _here(call, items)
     client = getattr(backend, "client", None)
     if client is not None:
-        return _on_dask(client, call, items)
-    return _on_joblib(backend, n, call, items, int(retries))
+        own = str(getattr(function, "__name__", type(function).__name__))
+        return _on_dask(client, call, items, own if name is None else name)
+    return _on_joblib(min(n, len(items)), call, items, int(retries))
+
+
+def stays_here(workers: int | None) -> bool:
+    """Whether `in_parallel` would use this process alone; raises what it would raise."""
+    return _backend(workers)[0] is None
 
 
 def require_workers(workers: Any) -> None:
@@ -96,6 +120,41 @@ def require_workers(workers: Any) -> None:
         raise rejected(
             "workers", workers, "1, or joblib to be installed: pip install 'cpomdp-ppl[parallel]'"
         ) from error
+
+
+def require_retries(retries: Any) -> None:
+    """Raise unless this is a number of times."""
+    number = whole_number(retries)
+    require(number is not None and number >= 0, "retries", retries, "a number of times, or 0")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A value on its way to other processes, which is unpickled when it is asked for and not before.
+
+    Attributes:
+        content: Of (cloud)pickle.
+    """
+
+    content: bytes
+
+    @staticmethod
+    def of(value: Any) -> Packed:
+        """Pickle a value, as joblib would."""
+        from joblib.externals.loky.backend.reduction import dumps  # type: ignore[import-untyped]
+
+        return Packed(bytes(dumps(value)))
+
+    def unpacked(self) -> Any:
+        """The value, a new one each time."""
+        return pickle.loads(self.content)
+
+
+@contextmanager
+def filters_kept() -> Iterator[None]:
+    """Outside, the filters of warnings are what they were, whatever is imported inside and adds its own."""
+    with warnings.catch_warnings():
+        yield
 
 
 @contextmanager
@@ -117,70 +176,147 @@ class _Inside(threading.local):
 
 _INSIDE = _Inside()
 _TURN = threading.Lock()
+_PROCESSES = threading.RLock()  # joblib has one set of them, which all go when one call is broken off
 _FOLLOWED: set[int] = set()
+_TOKEN = secrets.token_hex(8)
 
 
 class Alone:
-    """A function as another process calls it: with one thread, and with what is global in the caller's.
+    """A function as it is called for one of many: with one thread, and with what is global in the caller's.
 
     Args:
         function: Of one item.
-        dtype: The caller's default.
-        params: The caller's param store, if anything is there.
-        caller: Its process.
     """
 
-    def __init__(
-        self, function: Callable[[Item], Any], dtype: torch.dtype, params: StateDict | None, caller: int
-    ) -> None:
-        self.function, self.dtype, self.params, self.caller = function, dtype, params, caller
+    def __init__(self, function: Callable[[Item], Any]) -> None:
+        store = pyro.get_param_store()
+        self.function, self.caller = function, os.getpid()
+        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
+        self.params: StateDict | None = store.get_state() if len(store) else None
 
     def __call__(self, k: int, item: Any) -> tuple[int, Any]:
-        """The index, and the outcome."""
+        """The index, and the outcome; in another process."""
         _follow(self.caller)
-        # A Dask worker may have several threads, but there is one state of the generators.
-        with _TURN, one_thread(), pyro.get_param_store().scope(self.params):
-            before, _INSIDE.now = torch.get_default_dtype(), True
-            torch.set_default_dtype(self.dtype)
+        with _TURN:  # a Dask worker may have several threads, but there is one state of the generators
             try:
-                return k, self.function(item)
+                return k, self.here(item)
+            except Exception as error:
+                if _survives(error):
+                    raise
+                words = "".join(traceback.format_exception(error))
+        raise RuntimeError(words)  # not from in there, where it would have the error as its context
+
+    def here(self, item: Any) -> Any:
+        """The outcome; in this process, of which nothing else is changed."""
+        params = self.params
+        if params is not None:
+            params = {"params": deepcopy(params["params"]), "constraints": dict(params["constraints"])}
+        with (
+            one_thread(),
+            pyro.get_param_store().scope(params),
+            filters_kept(),
+            np.errstate(),
+            _environment(),
+            _defaults(self.dtype, self.device),
+        ):
+            before, _INSIDE.now = _INSIDE.now, True
+            try:
+                return self.function(item)
             finally:
-                torch.set_default_dtype(before)
-                _INSIDE.now = False
+                _INSIDE.now = before
 
 
-def _params() -> StateDict | None:
-    store = pyro.get_param_store()
-    return store.get_state() if len(store) else None
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Outside, the environment and the current directory are what they were."""
+    variables, directory = dict(os.environ), None
+    with suppress(OSError):  # it may have been removed
+        directory = os.getcwd()
+    try:
+        yield
+    finally:
+        if os.environ != variables:
+            os.environ.clear()
+            os.environ.update(variables)
+        if directory is not None:
+            with suppress(OSError):
+                os.chdir(directory)
 
 
-def _here(function: Callable[[Item], Outcome], items: Sequence[Item]) -> Results[Outcome]:
+@contextmanager
+def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Inside, torch's defaults are these; outside, what they were."""
+    before = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        _set_defaults(dtype, device)
+        yield
+    finally:
+        _set_defaults(*before)
+
+
+def _set_defaults(dtype: torch.dtype, device: torch.device) -> None:
+    torch.set_default_dtype(dtype)
+    if torch.get_default_device() != device:
+        # None is the processor, too, but does not slow down every call of torch.
+        torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _survives(error: Exception) -> bool:
+    """Whether an error is still the same after the way between processes."""
+    try:
+        again = Packed.of(error).unpacked()
+    except Exception:
+        return False
+    return type(again) is type(error) and str(again) == str(error)
+
+
+def _here(call: Alone, items: Sequence[Any]) -> Results[Any]:
     for k, item in enumerate(items):
-        with one_thread():  # not around the yield: between items the threads are the caller's
-            outcome = function(item)
-        yield k, outcome
+        yield k, call.here(_copied(item))
+
+
+def _copied(item: Any) -> Any:
+    try:
+        return deepcopy(item)
+    except Exception:  # nor could it be sent to another process
+        return item
 
 
 def _backend(workers: int | None) -> tuple[Any, int]:
     """Joblib's active backend and how many processes it will have; None if that is this process."""
+    require_workers(workers)
+    if workers == 1 or _INSIDE.now:
+        return None, 1
     from joblib.parallel import (  # type: ignore[import-untyped]
+        LokyBackend,
         SequentialBackend,
-        ThreadingBackend,
         get_active_backend,
     )
 
     backend, configured = get_active_backend()
-    if isinstance(backend, ThreadingBackend):
-        raise rejected("backend", "threading", "a joblib backend of processes: loky or dask, for instance")
-    if isinstance(backend, SequentialBackend):
+    if backend.nesting_level or isinstance(backend, SequentialBackend):
         return None, 1
+    client = getattr(backend, "client", None)
+    if client is not None:
+        _require_processes(client)
+    elif not isinstance(backend, LokyBackend):  # who waits for ever for a process that was killed
+        raise rejected("backend", type(backend).__name__, "one that outlives its processes: loky or dask")
     wanted = configured if workers is None else workers
     n = backend.effective_n_jobs(-1 if wanted is None else wanted)
-    alone = n == 1 and not hasattr(backend, "client")
-    return (None, 1) if alone else (backend, n)
+    return (None, 1) if n == 1 and client is None else (backend, n)
 
 
-def _on_joblib(backend: Any, n: int, call: Alone, items: Sequence[Any], retries: int) -> Results[Any]:
+def _require_processes(client: Any) -> None:
+    require(not client.asynchronous, "client", client, "a Dask client that is not asynchronous")
+    inside = _this_process() in client.run(_this_process, on_error="ignore").values()
+    require(not inside, "client", client, "one whose workers are other processes: Client(processes=True)")
+
+
+def _this_process() -> tuple[str, int]:
+    return _TOKEN, os.getpid()  # on another machine, somebody may have the same number
+
+
+def _on_joblib(n: int, call: Alone, items: Sequence[Any], retries: int) -> Results[Any]:
     from joblib.externals.loky.process_executor import (  # type: ignore[import-untyped]
         TerminatedWorkerError,
     )
@@ -191,7 +327,7 @@ def _on_joblib(backend: Any, n: int, call: Alone, items: Sequence[Any], retries:
     while waiting:
         left = [k for k in waiting if killed[k] < max(retries, 1)] or waiting[:1]
         try:
-            with closing(_once(backend, n, call, [(k, items[k]) for k in left])) as outcomes:
+            with _PROCESSES, closing(_once(n, call, [(k, items[k]) for k in left])) as outcomes:
                 for k, outcome in outcomes:
                     left.remove(k)
                     waiting.remove(k)
@@ -211,20 +347,17 @@ def _on_joblib(backend: Any, n: int, call: Alone, items: Sequence[Any], retries:
         raise WorkerKilledError(sorted(missing))
 
 
-def _once(backend: Any, n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Results[Any]:
+def _once(n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Results[Any]:
     """All of them, until somebody is killed."""
     from joblib import Parallel, delayed
 
-    settings = {
-        "n_jobs": max(n, 2),  # joblib takes 1 for this process
-        "batch_size": 1,
-        "max_nbytes": None,  # or large arrays would come as files that cannot be written to
-    }
-    if not backend.supports_return_generator:  # nothing comes back before all is done: little at a time
-        for first in range(0, len(items), n):
-            yield from Parallel(**settings)(delayed(call)(*item) for item in items[first : first + n])
-        return
-    outcomes = Parallel(**settings, return_as="generator_unordered")(delayed(call)(*item) for item in items)
+    parallel = Parallel(
+        n_jobs=max(n, 2),  # joblib takes 1 for this process
+        batch_size=1,
+        max_nbytes=None,  # or large arrays would come as files that cannot be written to
+        return_as="generator_unordered",
+    )
+    outcomes = parallel(delayed(call)(*item) for item in items)
     try:
         for outcome in outcomes:  # noqa: UP028  `yield from` would close it before we can
             yield outcome
@@ -234,15 +367,28 @@ def _once(backend: Any, n: int, call: Alone, items: Sequence[tuple[int, Any]]) -
             outcomes.close()
 
 
-def _on_dask(client: Any, call: Alone, items: Sequence[Any]) -> Results[Any]:
+def _on_dask(client: Any, call: Alone, items: Sequence[Any], name: str) -> Results[Any]:
     """By the client itself: joblib waits for ever for a task that Dask has given up."""
     from distributed import KilledWorker, as_completed
 
-    tasks = {client.submit(call, k, item, pure=False): k for k, item in enumerate(items)}
+    tasks: dict[Any, int] = {}
+    completed = as_completed()
+    rest = enumerate(items)
+
+    def submit() -> None:
+        """Two for each thread that there is now: the scheduler holds what it is sent in memory."""
+        many = 2 * max(sum(client.nthreads().values()), 1)
+        for k, item in islice(rest, max(many - len(tasks), 0)):
+            task = client.submit(call, k, item, key=f"{name}-{secrets.token_hex(16)}", pure=False)
+            tasks[task] = k
+            completed.add(task)
+
     missing = []
     try:
-        for task in as_completed(list(tasks)):
+        submit()
+        for task in completed:
             k = tasks.pop(task)
+            submit()
             try:
                 _, outcome = task.result()
             except KilledWorker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -20,9 +21,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.digest import digest, name_of
-from cpomdp_ppl.errors import require
+from cpomdp_ppl.errors import rejected, require
 from cpomdp_ppl.isolation import isolated
-from cpomdp_ppl.parallel import RETRIES, WorkerKilledError, in_parallel
+from cpomdp_ppl.parallel import (
+    RETRIES,
+    Packed,
+    WorkerKilledError,
+    filters_kept,
+    in_parallel,
+    require_retries,
+    stays_here,
+)
 from cpomdp_ppl.sweep_axes import Grid, named
 from cpomdp_ppl.sweep_folder import SweepFolder
 
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
+    from cpomdp_ppl.parallel import Results
     from cpomdp_ppl.sweep_axes import Axis
 
     Task = Callable[..., Any]
@@ -39,7 +49,7 @@ KILLED = "each process that took it up was killed"
 
 
 class SweepError(RuntimeError):
-    """Some points of a sweep have no outcome: their task raised, or their processes were killed.
+    """Some points of a sweep have no outcome, or one unlike the others: their task raised, for instance.
 
     Attributes:
         failures: What went wrong, as a traceback in words, by the labels of the point: `{(label, …): text}`.
@@ -71,6 +81,7 @@ def _remade(args: tuple[Any, ...], failures: dict[tuple[Any, ...], str], partial
     return error
 
 
+@filters_kept()
 def sweep(
     task: Task,
     axes: Mapping[str, Axis],
@@ -83,13 +94,13 @@ def sweep(
     """Carry out a task at every point of a product of axes.
 
     The same bits come out whatever the number of processes, and whatever is left over from an earlier sweep:
-    inside a task torch has one thread, Pyro's param store is empty, and all generators of random numbers
-    start from a state that follows from the labels of the point. But on Dask, do not draw from Python's
-    `random`: other threads of Dask's own processes do so, too.
+    inside a task torch has one thread, Pyro's param store is empty, all generators of random numbers start
+    from a state that follows from the labels of the point, and values are copies, the task's own to change.
+    But on Dask, do not draw from Python's `random`: other threads of Dask's own processes do so, too.
 
     Args:
         task: Called with a value of each axis by name. Returns numbers or arrays by name, the same names and
-            shapes at every point; or a DataArray with a name, or a Dataset.
+            shapes at every point; or a DataArray with a name, or a Dataset, whose `attrs` are not kept.
         axes: Values by the name of the axis: numbers or words, which are their own labels, or anything by
             label, such as `{"model": {"grid": LineGrid(), "tiger": ContextualTiger()}, "seed": range(5)}`.
         folder: Where each outcome is kept as soon as it is there. A sweep that was killed goes on from there,
@@ -98,8 +109,9 @@ def sweep(
             error if not. Delete the folder if what the task calls has changed. A damaged file is computed
             again, with a warning.
         workers: How many processes. One is this process itself. None leaves it to the configuration of
-            joblib: inside `joblib.parallel_config(backend="dask")` (or `"ray"`) the sweep runs there, and
-            without any in as many processes as there are cores. All but one need the extra `parallel`.
+            joblib, and without any takes as many as there are cores. All but one need the extra `parallel`.
+            Inside `joblib.parallel_config(backend="dask")` the sweep runs on the cluster, however many there
+            are, unless it is one.
         retries: How often a point is taken up again whose process was killed; on Dask that is for its
             `allowed-failures` to say.
         progress: Whether to show a progress bar.
@@ -108,10 +120,10 @@ def sweep(
         All outcomes, with a dimension for each axis whose coordinates are the labels.
 
     Raises:
-        SweepError: If the task raised at some points, or their processes were killed; all others are computed
-            before, and kept.
+        SweepError: If some points have no outcome, as the task raised, or their processes were killed; or one
+            that does not fit together with the others. All others are computed before, and kept.
         SweepFolderError: If the folder is that of another sweep.
-        ValueError: On axes that make no sense, or outcomes that do not fit together.
+        ValueError: On axes that make no sense, or values that cannot be sent to other processes.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy, evaluate
@@ -125,39 +137,84 @@ def sweep(
     """
     require(callable(task), "task", task, "a function")
     grid = Grid.of(axes)
-    name, code, dtype = name_of(task), digest(task), torch.get_default_dtype()
-    identities: list[dict[str, Any]] = [
-        {"task": name, "task_digest": code, "dtype": str(dtype), "labels": labels, "values": digests}
-        for labels, digests in grid.identities()
-    ]
-    place = None if folder is None else SweepFolder(folder, name, grid.names)
-    found = {} if place is None else {k: place.read(each) for k, each in enumerate(identities)}
-    outcomes = {k: outcome for k, outcome in found.items() if outcome is not None}
-    rest = [k for k in range(len(grid)) if k not in outcomes]
-    failures: dict[int, str] = {}
-    points = [(task, grid.point(k), seed_of(identities[k]["labels"])) for k in rest]
-    bar = tqdm(total=len(grid), initial=len(outcomes), disable=not progress, desc="points")
+    name = name_of(task)
+    _require_arguments(task, grid.names)
+    require_retries(retries)
+    here = stays_here(workers)
+    labels = [grid.labels_by_axis(k) for k in range(len(grid))]
+    outcomes: dict[int, xr.Dataset] = {}
+    failures: dict[int, Failure] = {}
+
+    def take(k: int, outcome: xr.Dataset | Failure) -> bool:
+        if not isinstance(outcome, Failure):
+            misfit = grid.misfit(outcomes, k, outcome)
+            if misfit is None:
+                outcomes[k] = outcome
+                return True
+            outcome = Failure(misfit)
+        failures[k] = outcome
+        return False
+
+    place, identities = None, []
+    if folder is not None:  # without one, nobody asks what tells values apart
+        of_all = {
+            "task": name,
+            "task_digest": digest(task),
+            "dtype": str(torch.get_default_dtype()),
+            "device": str(torch.get_default_device()),
+        }
+        digests = grid.each(digest)
+        identities = [of_all | {"labels": labels[k], "values": digests[k]} for k in range(len(grid))]
+        place = SweepFolder(folder, name, grid.names)
+        for k, identity in enumerate(identities):
+            outcome = place.read(identity)
+            if outcome is not None:
+                take(k, outcome)
+    rest = [k for k in range(len(grid)) if k not in outcomes and k not in failures]
+    points: list[Any] = []
+    if rest:
+        sent = _as_it_is if here else _packed
+        function, values = sent(task), grid.each(sent)
+        points = [(function, values[k], seed_of(labels[k])) for k in rest]
+    bar = tqdm(total=len(grid), initial=len(grid) - len(rest), disable=not progress, desc="points")
     try:
-        with closing(in_parallel(_carry_out, points, workers=workers, retries=retries)) as carried_out:
-            for i, outcome in carried_out:
-                k = rest[i]
-                if isinstance(outcome, Failure):
-                    failures[k] = outcome.text
-                else:
-                    outcomes[k] = outcome
-                    if place is not None:
-                        place.write(identities[k], outcome)
+        with closing(_carried_out(points, workers, retries, name)) as carried_out:
+            for i, found in carried_out:
+                if take(rest[i], found) and place is not None:
+                    place.write(identities[rest[i]], outcomes[rest[i]])
                 bar.update()
-    except WorkerKilledError as killed:
-        failures |= {rest[i]: KILLED for i in killed.missing}
     finally:
         bar.close()
     result = grid.assembled(outcomes)
     if failures:
         kept = f"{place.path} has the others" if place is not None else "the others are in `partial`"
-        by_labels = {grid.labels(k): failures[k] for k in sorted(failures)}
-        raise SweepError(grid.names, by_labels, result, kept)
+        by_labels = {grid.labels(k): failures[k].text for k in sorted(failures)}
+        cause = next((each.cause for each in failures.values() if each.cause is not None), None)
+        raise SweepError(grid.names, by_labels, result, kept) from cause
     return result
+
+
+def _require_arguments(task: Task, axes: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(task)
+    except (TypeError, ValueError):  # of what is not written in Python there may be none
+        return
+    try:
+        signature.bind(**dict.fromkeys(axes))
+    except TypeError as error:
+        expected = f"a function with arguments {', '.join(axes)}"
+        raise rejected("task", f"{name_of(task)}{signature}", expected) from error
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _packed(value: Any) -> Packed:
+    try:
+        return Packed.of(value)
+    except Exception as error:
+        raise rejected("workers", value, f"1, for what cannot be pickled ({error})") from error
 
 
 def seed_of(labels: Mapping[str, Any]) -> int:
@@ -173,12 +230,39 @@ def seed_of(labels: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a task raised, in words: errors themselves may not survive the way between processes."""
+    """Why a point has no outcome.
+
+    Attributes:
+        text: In words: what a task raises may not survive the way between processes.
+        cause: What was raised, if it was not by the task.
+    """
 
     text: str
+    cause: Exception | None = None
 
 
-def _carry_out(point: tuple[Task, Mapping[str, Any], int]) -> xr.Dataset | Failure:
+def _carried_out(
+    points: Sequence[Any], workers: int | None, retries: int, name: str
+) -> Results[xr.Dataset | Failure]:
+    """An outcome for every point, as soon as it is there; whatever it was that ended all, it is one, too."""
+    left = dict.fromkeys(range(len(points)))
+    failure = Failure(KILLED)
+    try:
+        with closing(
+            in_parallel(_carry_out, points, workers=workers, retries=retries, name=name)
+        ) as outcomes:
+            for i, outcome in outcomes:
+                del left[i]
+                yield i, outcome
+    except WorkerKilledError:
+        pass
+    except Exception as error:  # of joblib, or Dask
+        failure = Failure("".join(traceback.format_exception(error)), error)
+    for i in left:
+        yield i, failure
+
+
+def _carry_out(point: tuple[Task | Packed, Mapping[str, Any], int]) -> xr.Dataset | Failure:
     task, values, seed = point
     with (
         isolated(seed, validate=True),
@@ -187,9 +271,14 @@ def _carry_out(point: tuple[Task, Mapping[str, Any], int]) -> xr.Dataset | Failu
         torch.enable_grad(),
     ):
         try:
-            return as_dataset(task(**values), values)
+            arguments = {name: _unpacked(each) for name, each in values.items()}
+            return as_dataset(_unpacked(task)(**arguments), values)
         except (Exception, SystemExit):
             return Failure(traceback.format_exc())
+
+
+def _unpacked(value: Any) -> Any:
+    return value.unpacked() if isinstance(value, Packed) else value
 
 
 def as_dataset(outcome: Any, axes: Iterable[str]) -> xr.Dataset:

@@ -6,18 +6,19 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import xarray as xr
 from torch import Tensor
 
-from cpomdp_ppl.digest import digest
 from cpomdp_ppl.errors import rejected, require
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
+Value = TypeVar("Value")
 Axis: TypeAlias = "Mapping[str, Any] | Iterable[Any]"
 """Numbers or words, or anything by label."""
 
@@ -50,53 +51,72 @@ class Grid:
         """Of the axes."""
         return tuple(self.values)
 
-    def _place(self, k: int) -> tuple[int, ...]:
-        shape = tuple(map(len, self.values.values()))
-        return tuple(int(i) for i in np.unravel_index(k, shape))
+    @cached_property
+    def _labels(self) -> list[tuple[Any, ...]]:
+        return list(itertools.product(*self.values.values()))
 
     def labels(self, k: int) -> tuple[Any, ...]:
         """Of the k-th point."""
-        return tuple(list(axis)[i] for i, axis in zip(self._place(k), self.values.values(), strict=True))
+        return self._labels[k]
 
-    def point(self, k: int) -> dict[str, Any]:
-        """Values of the k-th point, by axis."""
-        labels = zip(self.names, self.labels(k), strict=True)
-        return {name: self.values[name][label] for name, label in labels}
+    def labels_by_axis(self, k: int) -> dict[str, Any]:
+        """Of the k-th point."""
+        return dict(zip(self.names, self._labels[k], strict=True))
 
-    def identities(self) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-        """Labels and digests of every point, by axis."""
-        digests = {
-            name: {label: digest(each) for label, each in axis.items()} for name, axis in self.values.items()
-        }
-        for labels in itertools.product(*self.values.values()):
-            by_axis = dict(zip(self.names, labels, strict=True))
-            yield by_axis, {name: digests[name][label] for name, label in by_axis.items()}
-
-    def assembled(self, outcomes: Mapping[int, xr.Dataset]) -> xr.Dataset:
-        """All outcomes in one, with NaN, or what stands for it, where there are none.
+    def each(self, function: Callable[[Any], Value]) -> list[dict[str, Value]]:
+        """A function of every value, once for each, by axis for every point.
 
         Raises:
-            ValueError: If one is unlike the others, saying which.
+            ValueError: If the function raises, naming axis and label.
+        """
+        found: dict[str, dict[Any, Value]] = {name: {} for name in self.names}
+        for name, axis in self.values.items():
+            for label, value in axis.items():
+                try:
+                    found[name][label] = function(value)
+                except Exception as error:
+                    raise ValueError(f"{name}={label}: {error}") from error
+        return [
+            {name: found[name][label] for name, label in self.labels_by_axis(k).items()}
+            for k in range(len(self))
+        ]
+
+    def misfit(self, outcomes: Mapping[int, xr.Dataset], k: int, outcome: xr.Dataset) -> str | None:
+        """In which way the k-th outcome is unlike those that there are, of which one stands for all."""
+        if not outcomes:
+            return None
+        first = next(iter(outcomes))
+        unlike = _unlike(outcomes[first], outcome)
+        if unlike is None:
+            return None
+        one, two = (named(self.names, self.labels(each)) for each in sorted((first, k)))
+        return f"outcomes do not fit together: {unlike} is not the same at {one} and {two}"
+
+    def assembled(self, outcomes: dict[int, xr.Dataset]) -> xr.Dataset:
+        """All outcomes in one, with NaN, or what stands for it, where there are none.
+
+        Args:
+            outcomes: Alike, as `misfit` has it, by number of the point. They are used up, not to be there
+                twice.
         """
         coords = {name: _coordinate(name, axis) for name, axis in self.values.items()}
         if not outcomes:
             return xr.Dataset(coords=coords)
-        (first, like), *others = sorted(outcomes.items())
-        for k, other in others:
-            unlike = _unlike(like, other)
-            if unlike is not None:
-                one, two = (named(self.names, self.labels(each)) for each in (first, k))
-                raise ValueError(f"outcomes do not fit together: {unlike} is not the same at {one} and {two}")
-        shape = tuple(map(len, self.values.values()))
-        variables = {}
+        holes = len(outcomes) < len(self)
+        like = outcomes[min(outcomes)]
+        full = {}
         for name, variable in like.data_vars.items():
             dtype = np.result_type(*[each[name].dtype for each in outcomes.values()])
-            holes = len(outcomes) < len(self)
-            full = _empty((len(self), *variable.shape), dtype, holes)
-            for k, each in outcomes.items():
-                full[k] = each[name].values
-            dims = (*self.names, *variable.dims)
-            variables[name] = (dims, full.reshape(*shape, *variable.shape))
+            full[name] = _empty((len(self), *variable.shape), dtype, holes)
+        while outcomes:
+            k, outcome = outcomes.popitem()
+            for name, array in full.items():
+                array[k] = outcome[name].values
+        shape = tuple(map(len, self.values.values()))
+        variables = {
+            name: ((*self.names, *like[name].dims), array.reshape(*shape, *like[name].shape))
+            for name, array in full.items()
+        }
         return xr.Dataset(variables, coords | {name: like[name].variable for name in like.coords})
 
 
@@ -106,8 +126,9 @@ def _labelled(name: str, axis: Axis) -> dict[Any, Any]:
             require(isinstance(label, str), name, label, "labels that are words")
         pairs = list(axis.items())
     else:
-        proper = isinstance(axis, Iterable) and not isinstance(axis, str | bytes)
-        require(proper, name, axis, "a sequence of values, or values by label")
+        proper = isinstance(axis, Iterable) and not isinstance(axis, str | bytes | set | frozenset)
+        single = isinstance(axis, np.ndarray | Tensor) and axis.ndim == 0
+        require(proper and not single, name, axis, "a sequence of values, or values by label")
         values = [_plain(each) for each in axis]
         for each in values:
             if each is not None and not isinstance(each, bool | int | float | str):
@@ -117,7 +138,9 @@ def _labelled(name: str, axis: Axis) -> dict[Any, Any]:
         pairs = [(each if alike else str(each), each) for each in values]
     require(len(pairs) > 0, name, axis, "at least one value")
     labels = [label for label, _ in pairs]
-    require(len(set(labels)) == len(labels), name, labels, "values that differ")
+    # As coordinates, too: arrays cut words at a final NUL, and numbers to the precision of all.
+    differ = len(set(labels)) == len(np.unique(np.array(labels))) == len(labels)
+    require(differ, name, labels, "values that differ")
     return dict(pairs)
 
 
@@ -146,7 +169,8 @@ def _unlike(one: xr.Dataset, other: xr.Dataset) -> Hashable | None:
         kinds = {variable.dtype.kind, theirs.dtype.kind}
         if len(kinds) > 1 and not kinds <= set(NUMBERS):
             return name
-        if name in one.coords and not np.array_equal(variable.values, theirs.values):
+        maybe = kinds <= set("fcmM")  # not a number, or not a time
+        if name in one.coords and not np.array_equal(variable.values, theirs.values, equal_nan=maybe):
             return name
     return None
 

@@ -21,12 +21,13 @@ import pytest
 import torch
 import xarray as xr
 
+from cpomdp_ppl import sweep as sweeps
 from cpomdp_ppl.digest import digest, name_of
 from cpomdp_ppl.isolation import generators
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.sweep import SweepError, as_dataset, seed_of, sweep
 from cpomdp_ppl.sweep_folder import SweepFolderError
-from tests.tasks import Noting, begun, filtered
+from tests.tasks import Noting, Opaque, begun, filtered, first_seed
 
 ROOT = Path(__file__).parent.parent
 HERE = {"workers": 1, "progress": False}
@@ -77,6 +78,12 @@ def test_outcomes_may_be_labelled_arrays():
         ({"a": [1, 1]}, "a: expected values that differ"),
         ({"a": "words"}, "a: expected a sequence"),
         ({"a": 3}, "a: expected a sequence"),
+        ({"a": np.array(3)}, "a: expected a sequence"),
+        ({"a": torch.tensor(3)}, "a: expected a sequence"),
+        ({"a": {"one", "two"}}, "a: expected a sequence"),
+        ({"a": ["a", "a\0"]}, "a: expected values that differ"),
+        ({"a": [2**53, 2**53 + 1, 0.5]}, "a: expected values that differ"),
+        ({"a": [float("nan"), float("nan")]}, "a: expected values that differ"),
         ({"a": [LineGrid()]}, "a: expected numbers or words; to anything else give a label"),
         ({"a": {1: 2}}, "a: expected labels that are words"),
         ({"not a name": [1]}, "axes: expected names of arguments"),
@@ -100,13 +107,108 @@ def test_outcomes_that_make_no_sense(outcome, message):
         sweep(lambda seed: outcome, {"seed": [0]}, **HERE)
 
 
-def test_outcomes_that_do_not_fit_together():
-    with pytest.raises(ValueError, match="x is not the same at n=1 and n=2"):
-        sweep(lambda n: {"x": np.zeros(n)}, {"n": [1, 2]}, **HERE)
-    with pytest.raises(ValueError, match="x is not the same at n=1 and n=2"):
-        sweep(lambda n: {"x" if n == 1 else "y": 0.0}, {"n": [1, 2]}, **HERE)
-    with pytest.raises(ValueError, match="x is not the same at n=1 and n=2"):
-        sweep(lambda n: {"x": n if n == 1 else "two"}, {"n": [1, 2]}, **HERE)
+@pytest.mark.parametrize(
+    "task",
+    [
+        lambda n: {"x": np.zeros(2 if n == 2 else 1)},
+        lambda n: {"y" if n == 2 else "x": 0.0},
+        lambda n: {"x": "two" if n == 2 else n},
+        lambda n: xr.DataArray([1.0], dims="i", coords={"i": [n == 2]}, name="x"),
+    ],
+)
+def test_an_outcome_that_does_not_fit_in_is_a_failure_of_its_point(task, tmp_path):
+    with pytest.raises(SweepError, match=r"[xi] is not the same at n=1 and n=2") as caught:
+        sweep(task, {"n": [1, 2, 3]}, folder=tmp_path, **HERE)
+    assert set(caught.value.failures) == {(2,)}
+    assert caught.value.partial["x"].sizes["n"] == 3
+    assert len(list((tmp_path / "points").iterdir())) == 2
+
+
+def test_coordinates_may_hold_nan():
+    def curve(a):
+        return xr.Dataset(
+            {"y": ("x", [1.0, 2.0])}, {"x": [1.0, np.nan], "t": ("x", np.array([0, "NaT"], "M8[s]"))}
+        )
+
+    assert sweep(curve, {"a": [1, 2]}, **HERE).sizes == {"a": 2, "x": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_values_are_the_tasks_own_to_change(workers):
+    def grown(values, seed):
+        values.append(seed)
+        return {"length": len(values)}
+
+    given = {"empty": []}
+    found = sweep(grown, {"values": given, "seed": range(3)}, workers=workers, progress=False)
+    assert found["length"].values.tolist() == [[1, 1, 1]]
+    assert given == {"empty": []}
+
+
+def test_what_cannot_be_sent_is_named():
+    """Before anything is done; what is not understood elsewhere is a failure of its points alone."""
+    pytest.importorskip("joblib")
+    there = {"workers": 2, "progress": False}
+    with pytest.raises(ValueError, match="value=lock: workers: expected 1, for what cannot be pickled"):
+        sweep(first_seed, {"value": {"one": 1, "lock": threading.Lock()}, "seed": [0]}, **there)
+    assert sweep(first_seed, {"value": {"lock": threading.Lock()}, "seed": [0]}, **HERE)["seed_"] == 0
+    with pytest.raises(SweepError, match="no such file on this machine") as caught:
+        sweep(first_seed, {"value": {"one": 1, "opaque": Opaque()}, "seed": [5, 6]}, **there)
+    assert set(caught.value.failures) == {("opaque", 5), ("opaque", 6)}
+    assert caught.value.partial["seed_"].sel(value="one").values.tolist() == [5, 6]
+
+
+def test_when_the_machinery_breaks_what_there_is_is_not_lost(monkeypatch):
+    def broken(function, items, **_):
+        yield 0, function(items[0])
+        raise ConnectionError("the scheduler is gone")
+
+    monkeypatch.setattr(sweeps, "in_parallel", broken)
+    with pytest.raises(SweepError, match="the scheduler is gone") as caught:
+        sweep(product, {"a": [2, 3], "b": [5]}, **HERE)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert caught.value.partial["product"].values[0].item() == 10
+    assert set(caught.value.failures) == {(3, 5)}
+
+
+def test_without_a_folder_nothing_is_digested(monkeypatch):
+    def never(value):
+        raise AssertionError
+
+    monkeypatch.setattr(sweeps, "digest", never)
+    assert sweep(product, {"a": [2], "b": [5]}, **HERE)["product"].item() == 10
+
+
+def test_what_cannot_be_told_apart_is_named(monkeypatch, tmp_path):
+    def never(value):
+        if value == [1]:
+            raise ValueError("cannot be told apart")
+        return "same"
+
+    monkeypatch.setattr(sweeps, "digest", never)
+    with pytest.raises(ValueError, match="a=odd: cannot be told apart"):
+        sweep(product, {"a": {"even": 2, "odd": [1]}, "b": [5]}, folder=tmp_path / "new", **HERE)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": 0}, "workers: expected"),
+        ({"retries": -1}, "retries: expected"),
+        ({"axes": {"c": [1]}}, "task"),
+    ],
+)
+def test_nothing_is_made_if_arguments_make_no_sense(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        sweep(product, folder=tmp_path / "new", **{"axes": {"a": [1], "b": [2]}, **HERE, **settings})
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_outcome_of_another_device_is_another(tmp_path):
+    sweep(product, {"a": [1], "b": [2]}, folder=tmp_path, **HERE)
+    with torch.device("meta"), pytest.raises(SweepFolderError, match="its device is 'cpu'"):
+        sweep(product, {"a": [1], "b": [2]}, folder=tmp_path, **HERE)
 
 
 def test_a_task_that_raises_spoils_only_its_own_point(tmp_path):
@@ -228,14 +330,14 @@ def test_a_damaged_file_is_computed_again(tmp_path):
 
 
 def test_files_of_another_sweep_are_noticed(tmp_path):
-    def task(a):
+    def task(a, b=None):
         return {"x": a}
 
     sweep(task, {"a": [1]}, folder=tmp_path / "one", **HERE)
     with pytest.raises(SweepFolderError, match="its axes is"):
         sweep(task, {"a": [1], "b": [2]}, folder=tmp_path / "one", **HERE)
     with pytest.raises(SweepFolderError, match="its task is"):
-        sweep(product, {"a": [1], "b": [1]}, folder=tmp_path / "one", **HERE)
+        sweep(lambda a: {"x": a}, {"a": [1]}, folder=tmp_path / "one", **HERE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(SweepFolderError, match=r"has no sweep\.json"):
