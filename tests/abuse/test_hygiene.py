@@ -63,11 +63,15 @@ from cpomdp_ppl.learning import (
 from cpomdp_ppl.models import LightDark, LineGrid
 from cpomdp_ppl.report import record, write_report
 from cpomdp_ppl.run_folder import RunFolder
+from cpomdp_ppl.sweep import sweep
 from solvers import cids, exact, regret
+from solvers import sweep as solving
 from tests.programs import Learnable
 
 with suppress(ImportError):  # Gymnasium, imported, adds a warnings filter and an environment variable
     import gymnasium  # noqa: F401
+with suppress(ImportError):  # and joblib adds another variable
+    import joblib.parallel  # noqa: F401
 
 LEARNABLE, FINITE, DARK = Learnable(), LineGrid(horizon=2), LightDark(horizon=3)
 EPISODES = simulate(LEARNABLE, RandomPolicy(2), 6, seed=0)
@@ -138,6 +142,10 @@ def resumed(tmp_path):
     directory = tmp_path / "checkpoint"
     before = cids.fit(FINITE, seed=3, checkpoint=directory, **QUICK)
     return before.policy, cids.fit(FINITE, seed=3, checkpoint=directory, **QUICK).policy
+
+
+def returned(seed):
+    return {"return": evaluate(FINITE, RandomPolicy(3), 8, seed=seed).returns.mean, "chance": torch.rand(())}
 
 
 def commanded(tmp_path):
@@ -220,6 +228,14 @@ CALLS = {
         progress=False,
     ),
     "with_parameters": lambda: with_parameters(LEARNABLE, {"drift": 0.7}).drift,
+    "sweep": lambda: sweep(returned, {"seed": [0, 1]}, workers=1, progress=False),
+    "sweep, in two processes": lambda: sweep(returned, {"seed": [0, 1]}, workers=2, progress=False),
+    "solvers.sweep": lambda: solving.sweep(
+        FINITE, seeds=2, temperature=[0.0, 1.0], num_episodes=8, workers=1, **QUICK
+    ).drop_vars("training_seconds"),
+    "evaluate, in two processes": lambda: evaluate(
+        FINITE, RandomPolicy(3), 8, batch_size=4, workers=2, seed=3
+    ).as_dict(),
     "plot_contexts": lambda: plot_contexts(inferred()) and None,
     "plot_states": lambda: plot_states(inferred()) and None,
     "plot_filter": lambda: plot_filter(inferred()) and None,
@@ -265,7 +281,7 @@ def inferred():
     return to_inference_data(DARK, DARK_EPISODES, ParticleFilter(16), chains=2, draws=5, seed=3)
 
 
-PUBLIC = [cpomdp_ppl, cli, diagnostics, inference, learning, report, cids, exact, regret]
+PUBLIC = [cpomdp_ppl, cli, diagnostics, inference, learning, report, cids, exact, regret, solving]
 TRIVIAL = {"as_backend", "as_history", "entry"}  # the last is `main`, at the end of which a process ends
 
 
