@@ -58,7 +58,7 @@ PARTS: dict[type, tuple[str, ...]] = {
 NOT_CODE = frozenset(
     {
         *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate_func__"),
-        *("__firstlineno__", "__static_attributes__", "_abc_impl"),
+        *("__firstlineno__", "__static_attributes__", "__slotnames__", "_abc_impl"),
     }
 )
 """Attributes of classes that make no difference to what they do."""
@@ -221,6 +221,8 @@ def _refusing(value: Any) -> Iterator[None]:
 def _version_of_library(module: str) -> str | None:
     """None for code that is not installed, but somebody's own."""
     top = module.partition(".")[0]
+    if top == "__main__":  # which is another file in processes of joblib
+        return None
     found = [sys.modules[name] for name in (module, top) if name in sys.modules]
     file = next((each.__file__ for each in found if getattr(each, "__file__", None)), None)
     if file is None:

@@ -197,6 +197,20 @@ def test_digests_leave_values_alone():
     assert rng.random() == np.random.default_rng(0).random()
 
 
+def test_digests_leave_classes_alone():
+    """Python notes the slots of a class in it when one of its kind is first looked at."""
+
+    class Base:
+        pass
+
+    class Derived(Base):
+        pass
+
+    before = digest(Derived())
+    digest(Base())
+    assert digest(Derived()) == before
+
+
 def test_nothing_is_kept_alive():
     def function():
         return 1
@@ -236,7 +250,7 @@ def test_what_is_shared_is_described_once():
         shared, other = [shared, shared], [other, other]
     assert digest(shared) != digest(other)
     pair = (1, 2)
-    assert digest([pair, pair]) == digest([(1, 2), tuple([1, 2])])
+    assert digest([pair, pair]) == digest([tuple(range(1, 3)), tuple(range(1, 3))])
 
 
 def test_circles_are_told_apart():
