@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.page import render, section, sections
+from benchmarks.page import first_line, render, section, sections
 from cpomdp_ppl.files import write_whole
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ def regenerate(names: Sequence[str], folder: Path = FOLDER, order: Sequence[str]
         print(f"\n=== {name}", file=sys.stderr)
         began = time.perf_counter()
         try:
+            first_line(script)  # rather than to find out in the end that it has none
             output = echoed(script)
-        except FailedError as failure:
+        except (FailedError, SyntaxError, ValueError) as failure:
             print(f"{name}: {failure}; its section stays as it was", file=sys.stderr)
             failed.append(name)
             continue

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import ast
+import copyreg
 import hashlib
-import inspect
 import json
-import textwrap
-from collections.abc import Mapping, Set
+import os
+import sys
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from enum import Enum
-from functools import cached_property, lru_cache, partial
-from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-MACHINERY = vars(PyroModule()).keys() - {
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Seen: TypeAlias = dict[int, tuple[Any, str]]
+"""What was described before, by id, and its hash, so that nothing is described twice; while that is under
+way, a number for what leads back to it. The values are kept alive, as ids are only those of the living."""
+
+MACHINERY = frozenset(vars(PyroModule())) - {
     "_parameters",
     "_buffers",
     "_modules",
@@ -28,25 +35,66 @@ MACHINERY = vars(PyroModule()).keys() - {
     "_pyro_samples",
     "training",
 }
+"""Attributes of modules that are not their content."""
+
+PARTS: dict[type, tuple[str, ...]] = {
+    FunctionType: (
+        *("__module__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__closure__"),
+        "__dict__",
+    ),
+    # All of it but for where it stands.
+    CodeType: (
+        *("co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_names"),
+        *("co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable", "co_code", "co_consts"),
+    ),
+    MethodType: ("__self__", "__func__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    cached_property: ("func",),
+}
+"""What makes up those things of Python's own that it does not pickle, or by name alone."""
+
+NOT_CODE = frozenset(
+    {
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate_func__"),
+        *("__firstlineno__", "__static_attributes__", "__slotnames__", "_abc_impl"),
+    }
+)
+"""Attributes of classes that make no difference to what they do."""
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+STANDARD = Path(os.__file__).parent
+
+
+class UndigestibleError(ValueError):
+    """A value, or a part of it, cannot be told from others; says which, in one sentence."""
 
 
 def digest(value: Any) -> str:
     """Sixteen letters that differ if values do.
 
     Numbers, words, arrays, tensors, and what is made up of them, are told apart by what they hold; functions
-    by name, code, defaults and what they close over; other objects by class and attributes, where the fields
-    of a dataclass that take no part in its comparison are left out. The code of a class is its own and that
-    of its bases in the same package. Comments and layout make no difference.
+    by name, bytecode, defaults and what they close over; other objects by class and by what `pickle` would
+    keep of them, where the fields of a dataclass that take no part in its comparison are left out, and what
+    a `cached_property` keeps. A class is told from others by its attributes and its bases; those of libraries
+    that are installed, like modules, by name and version. Comments and layout make no difference, but the
+    version of Python does.
 
-    What a function calls or finds in its module is not looked at. Nor can it be seen what an object keeps
-    outside Python: it is told from others by its `repr`, or if that shows an address by its class alone.
+    What a function calls or finds in its module is not looked at.
+
+    Raises:
+        UndigestibleError: If a part of it holds what cannot be seen, such as a lock or an open file.
 
     Example:
         >>> digest({"a": [1, 2.0]}) == digest({"a": [1, 2.0]}), digest(1) == digest(1.0)
         (True, False)
     """
-    text = json.dumps(_described(value, ()), sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    try:
+        return _hash(_described(value, {}))[:16]
+    except RecursionError as error:
+        what = f"a {name_of(type(value))}"
+        raise UndigestibleError(f"{what} cannot be told from others: it is nested too deeply") from error
 
 
 def name_of(function: Any) -> str:
@@ -62,112 +110,127 @@ def name_of(function: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _described(value: Any, above: tuple[int, ...]) -> Any:
+def _described(value: Any, seen: Seen) -> Any:
     """Lists and words, to be written as JSON."""
-    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
-        return [type(value).__name__, value]
-    if isinstance(value, float):
-        return ["float", value.hex()]
-    if isinstance(value, complex | bytes | PurePath | range | slice | np.dtype):
-        return [type(value).__name__, repr(value)]
-    if id(value) in above:  # a circle
-        return ["above", len(above) - above.index(id(value))]
-    return [name_of(type(value)), *_parts(value, (*above, id(value)))]
-
-
-def _parts(value: Any, above: tuple[int, ...]) -> list[Any]:
-    def within(part: Any) -> Any:
-        return _described(part, above)
-
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().to_dense().resolve_conj().resolve_neg()
-        bits = plain.contiguous().flatten().view(torch.uint8).numpy() if plain.numel() else np.empty(0)
-        return [str(value.dtype), list(value.shape), _hash(bits.tobytes())]
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.hasobject:
-            return [list(value.shape), within(value.tolist())]
-        return [value.dtype.str, list(value.shape), _hash(value.tobytes())]
-    if isinstance(value, Mapping):
-        return sorted(([within(key), within(each)] for key, each in value.items()), key=json.dumps)
-    if isinstance(value, Set):
-        return sorted((within(each) for each in value), key=json.dumps)
-    if isinstance(value, list | tuple):
-        return [within(each) for each in value]
-    if isinstance(value, Enum):
-        return [value.name]
-    if isinstance(value, partial):
-        return [within(part) for part in (value.func, value.args, value.keywords)]
-    if isinstance(value, MethodType):
-        return [within(value.__self__), within(value.__func__)]
-    if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        return [name_of(value), _code(value), *map(within, (value.__defaults__, value.__kwdefaults__, cells))]
-    if isinstance(value, type):
-        return _class(value)
-    if isinstance(value, BuiltinFunctionType):
-        return [value.__name__]
-    return [_class(type(value)), *_state(value, within)]
-
-
-def _state(value: Any, within: Any) -> list[Any]:
-    """Attributes of an object, but for those that are merely kept for later."""
     kind = type(value)
-    if is_dataclass(value):
-        return [[f.name, within(getattr(value, f.name))] for f in fields(value) if f.compare]
-    slots = [name for each in kind.__mro__ for name in _names(vars(each).get("__slots__", ()))]
-    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    attributes |= getattr(value, "__dict__", {})
-    attributes.pop("__weakref__", None)
-    passing = MACHINERY if isinstance(value, nn.Module) else set()
-    passing |= {name for name in attributes if isinstance(getattr(kind, name, None), cached_property)}
-    if not hasattr(value, "__dict__") and not slots:
-        shown = repr(value)
-        return [] if " at 0x" in shown else [shown]
-    return [[name, within(attributes[name])] for name in sorted(attributes) if name not in passing]
+    if value is None or kind in (bool, str):
+        return [kind.__name__, value]
+    if kind is int:
+        return ["int", f"{value:x}"]
+    if kind in (float, bytes):
+        return [kind.__name__, value.hex()]
+    if kind is CellType:  # as if it were not there: whether functions share one changes on the way to others
+        return ["cell", *(_described(each, seen) for each in _contents(value))]
+    if id(value) not in seen:
+        seen[id(value)] = value, f"#{len(seen)}"
+        seen[id(value)] = value, _hash([kind.__name__, *_parts(value, seen)])
+    return seen[id(value)][1]
 
 
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
+def _parts(value: Any, seen: Seen) -> list[Any]:
+    def within(part: Any) -> Any:
+        return _described(part, seen)
+
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return [within(kind), str(value.dtype), list(value.shape), value.requires_grad, _bits(value)]
+    if kind is np.ndarray:
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return [within(value.dtype), list(value.shape), within(content)]
+    if kind in (list, tuple):
+        return [within(each) for each in value]
+    if kind in (dict, MappingProxyType):
+        keys = sorted(((within(key), key) for key in value), key=lambda pair: json.dumps(pair[0]))
+        return [[described, within(value[key])] for described, key in keys]
+    if isinstance(value, set | frozenset):
+        # Each by itself: their order is another in every process, and numbers follow from what came before.
+        members = sorted(_hash(_described(each, dict(seen))) for each in value)
+        return [members, within(kind), within(getattr(value, "__dict__", None))]
+    if isinstance(value, ModuleType):
+        return [value.__name__, str(getattr(value, "__version__", None))]
+    if isinstance(value, ReferenceType):
+        return [within(value())]
+    if isinstance(value, type):
+        version = _version_of_library(value.__module__)
+        if version is not None:
+            return [name_of(value), version, within(value.__bases__)]
+        own = {name: each for name, each in vars(value).items() if name not in NOT_CODE}
+        # Not where it was defined, which does not survive the way to other processes.
+        return [value.__module__, value.__name__, within(value.__bases__), within(own)]
+    if kind in PARTS:
+        return [sys.implementation.cache_tag, *(within(getattr(value, name)) for name in PARTS[kind])]
+    reduced = _reduced(value)
+    if isinstance(reduced, str):
+        return [reduced, within(getattr(value, "__module__", None)), within(getattr(value, "__dict__", None))]
+    function, arguments, state, *items = (*reduced, None, None, None)[:5]
+    contents = [None if each is None else list(each) for each in items]
+    return [within(part) for part in (kind, function, arguments, _kept(kind, state), *contents)]
 
 
-def _content(cell: Any) -> Any:
+def _bits(tensor: Tensor) -> str:
+    with _refusing(tensor):
+        plain = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg()
+        array = plain.contiguous().flatten().view(torch.uint8).numpy() if plain.numel() else np.empty(0)
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _contents(cell: CellType) -> list[Any]:
     try:
-        return cell.cell_contents
+        return [cell.cell_contents]
     except ValueError:  # nothing in it yet
-        return None
+        return []
 
 
-def _class(kind: type) -> list[Any]:
-    package = kind.__module__.partition(".")[0]
-    bases = [each for each in kind.__mro__ if each.__module__.partition(".")[0] == package]
-    if package in ("builtins", "torch", "numpy", "pyro"):  # theirs is not ours to watch
-        bases = []
-    return [name_of(kind), *[_source(base) for base in bases]]
+def _reduced(value: Any) -> Any:
+    """A name, or a function, its arguments, state and items, as `pickle` would have them."""
+    kind = type(value)
+    if isinstance(value, nn.Module):  # Pyro's way of pickling changes the parameters
+        return kind, (), object.__getstate__(value)
+    with _refusing(value):
+        function = copyreg.dispatch_table.get(kind)
+        reduced: Any = value.__reduce_ex__(4) if function is None else function(value)
+    if is_dataclass(value) and not isinstance(reduced, str):  # those with slots give no names
+        return *reduced[:2], object.__getstate__(value), *reduced[3:]
+    return reduced
 
 
-def _code(function: FunctionType) -> Any:
-    # The lines of a lambda are those of what it stands in the middle of.
-    text = None if function.__name__ == "<lambda>" else _source(function)
-    return _bytecode(function.__code__) if text is None else text
+def _kept(kind: type, state: Any) -> Any:
+    """The state of an object without those attributes that make no difference."""
+    passing = MACHINERY if issubclass(kind, nn.Module) else frozenset()
+    if is_dataclass(kind):
+        passing |= {field.name for field in fields(kind) if not field.compare}
+
+    def passes(name: Any) -> bool:
+        return name in passing or isinstance(getattr(kind, str(name), None), cached_property)
+
+    if type(state) is tuple:  # attributes, and slots
+        return [_kept(kind, each) for each in state]
+    if type(state) is dict:
+        return {name: each for name, each in state.items() if not passes(name)} or None
+    return state
 
 
-@lru_cache(maxsize=1024)
-def _source(thing: Any) -> str | None:
-    """Code without comments and layout; None if it is not to be had."""
+@contextmanager
+def _refusing(value: Any) -> Iterator[None]:
     try:
-        text = textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):
+        yield
+    except Exception as error:  # whatever they raise who cannot be pickled
+        raise UndigestibleError(f"a {name_of(type(value))} cannot be told from others: {error}") from error
+
+
+def _version_of_library(module: str) -> str | None:
+    """None for code that is not installed, but somebody's own."""
+    top = module.partition(".")[0]
+    if top == "__main__":  # which is another file in processes of joblib
         return None
-    try:
-        return ast.unparse(ast.parse(text))
-    except SyntaxError:
-        return text
+    found = [sys.modules[name] for name in (module, top) if name in sys.modules]
+    file = next((each.__file__ for each in found if getattr(each, "__file__", None)), None)
+    if file is None:
+        return "Python" if top in sys.stdlib_module_names else None
+    if not INSTALLED.isdisjoint(Path(file).parts):
+        return str(getattr(sys.modules.get(top), "__version__", ""))
+    return "Python" if STANDARD in Path(file).parents else None
 
 
-def _bytecode(code: CodeType) -> list[Any]:
-    constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return [_hash(code.co_code), list(code.co_names), list(code.co_varnames), constants]
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _hash(description: Any) -> str:
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()

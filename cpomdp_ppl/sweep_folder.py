@@ -17,11 +17,12 @@ from cpomdp_ppl.errors import require
 from cpomdp_ppl.files import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 FORMAT = 1
 RECORD = "sweep.json"
 POINTS = "points"
+KEPT = "biufcUSmM"  # kinds of NumPy's dtypes that are written without pickle
 
 
 class SweepFolderError(ValueError):
@@ -46,27 +47,29 @@ class SweepFolder:
 
     def __init__(self, path: str | os.PathLike[str], task: str, axes: Sequence[str]) -> None:
         require(isinstance(path, str | os.PathLike), "folder", path, "a path")
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever tasks change to
         record = {"format": FORMAT, "task": task, "axes": list(axes)}
-        self._require_own(record)
+        there = self._has_own(record)
         (self.path / POINTS).mkdir(parents=True, exist_ok=True)
-        _write_text(self.path / RECORD, json.dumps(record, indent=1))
+        if not there:  # what is done can be read where nothing can be written
+            _write_text(self.path / RECORD, json.dumps(record, indent=1))
 
-    def _require_own(self, record: Mapping[str, Any]) -> None:
+    def _has_own(self, record: Mapping[str, Any]) -> bool:
         if not self.path.is_dir():
             require(not self.path.exists(), "folder", str(self.path), "a folder, or a name for one")
-            return
+            return False
         there = self.path / RECORD
         if not there.is_file():
             if any(each.name != POINTS and not each.name.startswith(".") for each in self.path.iterdir()):
                 raise SweepFolderError(f"{self.path} is not that of a sweep: it has no {RECORD}")
-            return
+            return False
         try:
             found = dict(json.loads(there.read_text(encoding="utf-8")))
         except (TypeError, ValueError):
             warnings.warn(f"{there} was damaged, and is written anew", RuntimeWarning, stacklevel=4)
-            return
+            return False
         _require_same(self.path, found, record)
+        return True
 
     def file(self, labels: Mapping[str, Any]) -> Path:
         """Where the outcome of a point is, or will be."""
@@ -107,7 +110,7 @@ class SweepFolder:
         if not path.is_file():
             return None
         try:
-            record, outcome = _read(path)
+            record, outcome = _read(path, axes=identity["labels"])
         except MemoryError:
             raise
         except Exception as error:  # zipfile, NumPy and xarray raise all kinds
@@ -118,25 +121,34 @@ class SweepFolder:
             )
             return None
         _require_same(
-            path, {"format": record["format"], **record["identity"]}, {"format": FORMAT, **identity}
+            path, {**record["identity"], "format": record["format"]}, {"format": FORMAT, **identity}
         )
         return outcome
 
 
-def _read(path: Path) -> tuple[dict[str, Any], xr.Dataset]:
+def _read(path: Path, axes: Collection[str]) -> tuple[dict[str, Any], xr.Dataset]:
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         record = json.loads(str(file["record"][()]))
+        for name, kind in (("format", int), ("identity", dict), ("content", list)):
+            require(isinstance(record[name], kind), name, record[name], f"a JSON {kind.__name__}")
+        if record["format"] != FORMAT:  # who knows what is in it
+            return record, xr.Dataset()
         arrays = [file[str(i)] for i in range(len(record["content"]))]
     variables: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    names = [each["name"] for each in record["content"]]
+    require(len(set(names)) == len(names), "content", names, "names that differ")
     for each, array in zip(record["content"], arrays, strict=True):
+        for name in (each["name"], *each["dims"]):
+            proper = isinstance(name, str) and name not in axes
+            require(proper, "content", name, "words that are not names of axes")
+        require(array.dtype.kind in KEPT, each["name"], f"an array of {array.dtype}", "numbers or words")
         variables[bool(each["coordinate"])][each["name"]] = (each["dims"], array)
-    dict(record["identity"])
     return record, xr.Dataset(variables[False], variables[True])
 
 
 def _require_same(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, wanted in expected.items():
-        if found.get(name) != wanted:
+        if _text(found.get(name)) != _text(wanted):
             raise SweepFolderError(
                 f"{path} is that of another sweep: its {name} is {_shown(found.get(name), wanted)}, but "
                 f"expected {_shown(wanted, found.get(name))}; use another folder, or remove what is there"
@@ -146,8 +158,13 @@ def _require_same(path: Path, found: Mapping[str, Any], expected: Mapping[str, A
 def _shown(value: Any, other: Any) -> str:
     """A value, or of a mapping only what is not in the other."""
     if isinstance(value, dict) and isinstance(other, dict):
-        return repr({name: each for name, each in value.items() if other.get(name) != each})
+        return repr({name: each for name, each in value.items() if _text(other.get(name)) != _text(each)})
     return repr(value)
+
+
+def _text(value: Any) -> str:
+    """To compare: as it is written, NaN equals itself, and 1 is neither True nor 1.0."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +16,17 @@ from cpomdp_ppl import evaluate
 from cpomdp_ppl import sweep as sweeps
 from cpomdp_ppl.digest import digest
 from cpomdp_ppl.errors import require, require_count, require_model, whole_number
-from cpomdp_ppl.isolation import require_seed
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.parallel import RETRIES
+from cpomdp_ppl.sweep_axes import Grid
 from solvers import cids
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     import xarray as xr
+
+    from cpomdp_ppl.sweep_axes import Axis
 
 FITS = "fits"
 """Where checkpoints are, in the folder of a sweep."""
@@ -52,7 +55,8 @@ def sweep(
         num_episodes: To evaluate a policy with.
         evaluation_seed: Of those episodes: the same contexts, first states and noise for all.
         folder: Where outcomes are kept, and checkpoints of fits that are not finished: a sweep that was
-            killed goes on from there, and so do its fits, if processes elsewhere see the same folder.
+            killed goes on from there, and so do its fits, if processes elsewhere see the same folder. Sweeps
+            can share a folder at the same time if they have no point in common.
         workers: How many processes; see `cpomdp_ppl.sweep.sweep`.
         retries: How often a point is taken up again whose process was killed.
         progress: Whether to show a progress bar.
@@ -76,9 +80,9 @@ def sweep(
         {'model': 1, 'temperature': 2, 'seed': 2}
     """
     named = _named(models)
-    require_count("num_episodes", num_episodes)
-    require(evaluation_seed is not None, "evaluation_seed", evaluation_seed, "one seed for all")
-    require_seed(evaluation_seed)
+    num_episodes = require_count("num_episodes", num_episodes)
+    (evaluation_seed,) = _seeds("evaluation_seed", [evaluation_seed])
+    require(folder is None or isinstance(folder, str | os.PathLike), "folder", folder, "a path")
     allowed = [name for name in inspect.signature(cids.fit).parameters if name not in OWN]
     for name in settings:
         require(name in allowed, "settings", name, f"those of cids.fit: {', '.join(allowed)}")
@@ -86,18 +90,15 @@ def sweep(
     fixed = {name: value for name, value in settings.items() if name not in swept}
     number = whole_number(seeds)
     chosen: Any = seeds if number is None else range(require_count("seeds", number))
+    axes = {"model": named, **swept, "seed": _seeds("seeds", chosen)}
     fits = None if folder is None else Path(folder).absolute() / FITS
     task = FitAndEvaluate(num_episodes, evaluation_seed, fixed, fits)
-    found = sweeps.sweep(
-        task,
-        {"model": named, **swept, "seed": chosen},
-        folder=folder,
-        workers=workers,
-        retries=retries,
-        progress=progress,
-    )
-    if fits is not None:
-        shutil.rmtree(fits, ignore_errors=True)  # all is done
+    try:
+        found = sweeps.sweep(task, axes, folder=folder, workers=workers, retries=retries, progress=progress)
+    except sweeps.SweepError as error:
+        task.forget(axes, but=error.failures)
+        raise
+    task.forget(axes)
     return found
 
 
@@ -126,8 +127,8 @@ class FitAndEvaluate:
             seed: Of the fit.
             settings: Further ones of `cids.fit`.
         """
+        place = None if self.fits is None else self.fits / self.place(model, seed, **settings)
         settings = copy.deepcopy({**self.settings, **settings})  # a policy is learned in place
-        place = None if self.fits is None else self.fits / digest([model, seed, settings])
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
         if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
             raise KeyboardInterrupt
@@ -143,6 +144,36 @@ class FitAndEvaluate:
             "identified": found.identified,
             "training_seconds": float(sum(solution.history[name].sum() for name in phases)),
         }
+
+    def place(self, model: CPOMDP, seed: int, **settings: Any) -> str:
+        """The name of the folder with the checkpoint of a fit; see `__call__`."""
+        return digest([model, seed, {**self.settings, **settings}])
+
+    def forget(self, axes: Mapping[str, Axis], but: Collection[tuple[Any, ...]] = ()) -> None:
+        """Remove the checkpoints of points whose outcomes are kept, and of no others.
+
+        Args:
+            axes: Of the sweep.
+            but: Labels of points that have no outcome.
+        """
+        if self.fits is None or not self.fits.is_dir():
+            return
+        grid = Grid.of(axes)
+        for k in range(len(grid)):
+            if grid.labels(k) not in but:
+                shutil.rmtree(self.fits / self.place(**grid.point(k)), ignore_errors=True)
+        with suppress(OSError):  # those of others are in it
+            self.fits.rmdir()
+
+
+def _seeds(argument: str, seeds: Any) -> list[int]:
+    proper = isinstance(seeds, Iterable) and not isinstance(seeds, str | bytes | Mapping)
+    require(proper, argument, seeds, "how many, or which")
+    numbers = [(each, whole_number(each)) for each in seeds]
+    for each, number in numbers:
+        require(number is not None and 0 <= number < 2**32, argument, each, "integers from 0 to 2**32 - 1")
+    require(len(numbers) > 0, argument, seeds, "at least one")
+    return [number for _, number in numbers if number is not None]
 
 
 def _named(models: Any) -> Mapping[str, CPOMDP]:

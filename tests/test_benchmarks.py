@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import page
+from benchmarks import page, scale
 from benchmarks.__main__ import SCRIPTS, main, regenerate
 
 ORDER = ("slow", "steady", "quick")
@@ -87,6 +87,56 @@ def test_a_script_that_prints_nothing_has_failed(scripts):
     folder, _ = scripts
     (folder / "slow.py").write_text('"""Says nothing."""\n')
     assert regenerate(["slow"], folder, ORDER) == ["slow"]
+
+
+@pytest.mark.parametrize("head", ["", "def (:\n"])
+def test_a_script_that_does_not_say_what_it_shows_is_not_run(scripts, capfd, head):
+    folder, _ = scripts
+    (folder / "slow.py").write_text(
+        head + "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    )
+    assert regenerate(ORDER, folder, ORDER) == ["slow"]
+    assert not (folder / "ran").exists()
+    assert "slow: " in capfd.readouterr().err
+    assert list(page.sections((folder / "README.md").read_text())) == ["steady", "quick"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "off", "verdict"),
+    [
+        (5000.0, 1.0, "peak memory"),
+        (1.0, 9.0, "likelihoods"),
+        (1.0, float("nan"), "likelihoods"),
+        (1.0, 1.0, None),
+    ],
+)
+def test_verdicts_on_scale_are_exit_codes(monkeypatch, capsys, peak, off, verdict):
+    monkeypatch.setattr(scale, "growth", lambda *_: scale.Measured(1.0, 1.0, peak, 0.5))
+    monkeypatch.setattr(scale, "million", lambda *_: off)
+    monkeypatch.setattr(scale, "memory_of_simulate", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["scale.py"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if verdict is None:
+        scale.main()
+        return
+    with pytest.raises(SystemExit) as ended:
+        scale.main()
+    assert str(ended.value.code).startswith(verdict)  # a text is exit code 1
+
+
+def test_memory_is_compared_without_that_of_libraries(monkeypatch, capsys):
+    """Of the work, twice as much: 100 and 200 MiB above the 300 of libraries."""
+    sizes = []
+
+    def measured(_, given, repeats, progress):
+        sizes.extend(given)
+        return [scale.Measured(1.0, 1.0, 400.0 if size == given[0] else 500.0, 300.0) for size in given]
+
+    monkeypatch.setattr(scale, "in_turn", measured)
+    scale.growth(scale.BASE, ("doubled",), 1, None)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| contexts")]
+    assert rows[0].endswith("| 500 | 200 | 2.00 |")
+    assert len(sizes) == 5
 
 
 def test_the_page_is_written_after_each_script(scripts):

@@ -291,13 +291,23 @@ class Series:
         self.values: Any = None  # leaves [length, C, B, …]
 
     def __setitem__(self, t: int, value: Any) -> None:
-        if self.values is None:
+        if t == 0:
             self.values = map_state(lambda leaf: leaf.new_empty((self.length, *leaf.shape)), value)
-        map_state(lambda kept, leaf: kept[t].copy_(leaf), self.values, value)
+        self.values = map_state(lambda kept, leaf: _written(kept, t, leaf), self.values, value)
 
     def by_episode(self) -> Any:
         """Leaves `[B, length, C, …]`; None for what the recursion does not know."""
         return map_state(lambda leaf: leaf.movedim(2, 0), self.values)
+
+
+def _written(kept: Tensor, t: int, leaf: Tensor) -> Tensor:
+    """A series with one more of its terms; of a wider type, if the term is, as `torch.stack` has it."""
+    shape = kept.shape[1:]
+    if leaf.shape != shape:
+        raise ValueError(f"a recursion says {list(leaf.shape)} at step {t}, but {list(shape)} at the first")
+    kept = kept.to(torch.promote_types(kept.dtype, leaf.dtype))
+    kept[t] = leaf
+    return kept
 
 
 def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:

@@ -14,11 +14,12 @@ import pytest
 
 from cpomdp_ppl import evaluate
 from cpomdp_ppl.models import ContextualTiger, LineGrid
+from cpomdp_ppl.sweep import SweepError
 from solvers import cids
 from solvers.checkpoint import load_tensors
 from solvers.cids import CHECKPOINT
 from solvers.policies import LSTMPolicy
-from solvers.sweep import FITS, sweep
+from solvers.sweep import FITS, FitAndEvaluate, sweep
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = dict(likelihood="exact", iterations=3, batch_size=20)
@@ -75,9 +76,18 @@ def test_a_policy_that_is_given_is_learned_anew_at_each_point():
         ([], {}, "models: expected"),
         ([LineGrid(), LineGrid(horizon=3)], {}, "models: expected names"),
         ({"a": 3}, {}, "model: expected an instance"),
-        (LineGrid(), {"seeds": 0}, "seeds: expected"),
+        (LineGrid(), {"seeds": 0}, "^seeds: expected a positive integer, got 0"),
+        (LineGrid(), {"seeds": 1.5}, "^seeds: expected how many, or which, got 1.5"),
+        (LineGrid(), {"seeds": True}, "^seeds: expected how many, or which, got True"),
+        (LineGrid(), {"seeds": "12"}, "^seeds: expected how many, or which, got 12"),
+        (LineGrid(), {"seeds": []}, "^seeds: expected at least one"),
+        (LineGrid(), {"seeds": [0, -1]}, "^seeds: expected integers from 0 to 2\\*\\*32 - 1, got -1"),
+        (LineGrid(), {"seeds": [0, 2**32]}, "^seeds: expected integers from 0"),
+        (LineGrid(), {"seeds": [None]}, "^seeds: expected integers from 0"),
+        (LineGrid(), {"folder": 3}, "^folder: expected a path, got 3"),
         (LineGrid(), {"num_episodes": 0}, "num_episodes: expected"),
-        (LineGrid(), {"evaluation_seed": None}, "evaluation_seed: expected"),
+        (LineGrid(), {"evaluation_seed": None}, "^evaluation_seed: expected"),
+        (LineGrid(), {"evaluation_seed": -1}, "^evaluation_seed: expected"),
         (LineGrid(), {"temprature": 3}, "settings: expected those of cids.fit"),
         (LineGrid(), {"checkpoint": "here"}, "settings: expected those of cids.fit"),
     ],
@@ -119,3 +129,44 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not (folder / FITS).exists()
     whole = sweep(model, seeds=1, checkpoint_every=2, **settings, **HERE)
     assert timeless(resumed).identical(timeless(whole))
+
+
+def test_checkpoints_of_others_are_left_alone(tmp_path, monkeypatch):
+    """Those of other sweeps in the same folder, and of points of this one that failed."""
+    model, folder = LineGrid(horizon=3), tmp_path / "sweep"
+    sweep(model, seeds=[5], folder=folder, **QUICK, **HERE)
+    assert not (folder / FITS).exists()
+    task = FitAndEvaluate(60, 0, QUICK)
+    other, broken = (folder / FITS / task.place(model, seed) for seed in (9, 1))
+    cids.fit(model, seed=9, checkpoint=other, progress=False, **QUICK)  # of a sweep that is not finished
+    evaluated = []
+
+    def once(*arguments, **settings):
+        evaluated.append(1)
+        if len(evaluated) == 2:
+            raise MemoryError
+        return evaluate(*arguments, **settings)
+
+    monkeypatch.setattr("solvers.sweep.evaluate", once)
+    with pytest.raises(SweepError, match="1 point of 2 failed: model=LineGrid, seed=1"):
+        sweep(model, seeds=2, folder=folder, **QUICK, **HERE)
+    assert set((folder / FITS).iterdir()) == {other, broken}
+    sweep(model, seeds=2, folder=folder, **QUICK, **HERE)
+    assert set((folder / FITS).iterdir()) == {other}
+    assert (other / CHECKPOINT).is_file()
+    sweep(model, seeds=[9], folder=folder, **QUICK, **HERE)
+    assert not (folder / FITS).exists()
+
+
+def test_checkpoints_of_other_processes_are_found(tmp_path):
+    """For a model that is sent whole, as those of scripts are; there, `__main__` is a file of joblib's."""
+    pytest.importorskip("joblib")
+
+    class Shifted(LineGrid):
+        def reward(self, state, action, context):
+            return super().reward(state, action, context) + 1
+
+    Shifted.__module__ = "__main__"
+    sweep(Shifted(horizon=3), seeds=2, folder=tmp_path, **QUICK, **{**HERE, "workers": 2})
+    assert len(list((tmp_path / "points").iterdir())) == 2
+    assert not (tmp_path / FITS).exists()
