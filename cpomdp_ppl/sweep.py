@@ -33,7 +33,7 @@ from cpomdp_ppl.parallel import (
     stays_here,
 )
 from cpomdp_ppl.sweep_axes import Grid, named
-from cpomdp_ppl.sweep_folder import SweepFolder
+from cpomdp_ppl.sweep_folder import KEPT, SweepFolder
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     Task = Callable[..., Any]
 
-KEPT = "biufcUSmM"  # kinds of NumPy's dtypes that are written without pickle
 KILLED = "each process that took it up was killed"
 
 
