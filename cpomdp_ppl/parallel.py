@@ -375,26 +375,34 @@ def _on_dask(client: Any, call: Alone, items: Sequence[Any], name: str) -> Resul
     completed = as_completed()
     rest = enumerate(items)
 
-    def submit() -> None:
+    def submit(k: int) -> None:
+        task = client.submit(call, k, items[k], key=f"{name}-{secrets.token_hex(16)}", pure=False)
+        tasks[task] = k
+        completed.add(task)
+
+    def submit_some() -> None:
         """Two for each thread that there is now: the scheduler holds what it is sent in memory."""
         many = 2 * max(sum(client.nthreads().values()), 1)
-        for k, item in islice(rest, max(many - len(tasks), 0)):
-            task = client.submit(call, k, item, key=f"{name}-{secrets.token_hex(16)}", pure=False)
-            tasks[task] = k
-            completed.add(task)
+        for k, _ in islice(rest, max(many - len(tasks), 0)):
+            submit(k)
 
-    missing = []
+    given_up: list[int] = []
+    alone: set[int] = set()
+    missing: list[int] = []
     try:
-        submit()
+        submit_some()
         for task in completed:
             k = tasks.pop(task)
-            submit()
+            submit_some()
             try:
                 _, outcome = task.result()
             except KilledWorker:
-                missing.append(k)
+                (missing if k in alone else given_up).append(k)
             else:
                 yield k, outcome
+            if given_up and not tasks:  # once more by itself: others may have been to blame
+                alone.add(given_up[0])
+                submit(given_up.pop(0))
     finally:
         client.cancel(list(tasks))
     if missing:

@@ -159,9 +159,9 @@ class FitAndEvaluate:
         if self.fits is None or not self.fits.is_dir():
             return
         grid = Grid.of(axes)
-        for k in range(len(grid)):
+        for k, point in enumerate(grid.each(lambda value: value)):
             if grid.labels(k) not in but:
-                shutil.rmtree(self.fits / self.place(**grid.point(k)), ignore_errors=True)
+                shutil.rmtree(self.fits / self.place(**point), ignore_errors=True)
         with suppress(OSError):  # those of others are in it
             self.fits.rmdir()
 
