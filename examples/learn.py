@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=500, help="how many to learn from")
     parser.add_argument("--draws", type=int, default=250, help="of each of the four chains")
+    parser.add_argument("--warm-up", type=int, default=50, help="steps of each chain before those")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     parser.add_argument("--iterations", type=int, default=None, help="of each fit, instead of the default")
     parser.add_argument("--evaluation", type=int, default=4000, help="episodes to compare the policies on")
     parser.add_argument("--seed", type=int, default=0)
@@ -71,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded,
         {name: dist.LogNormal(0.0, 2.0) for name in GUESSES},
         draws=options.draws,
-        warm_up=50,
+        warm_up=options.warm_up,
         initial=estimate.values,
         covariance=estimate.covariance,
         jumps=0.9,
-        workers=min(4, os.cpu_count() or 1),
+        workers=options.workers,
         seed=options.seed,
     )
     table = az.summary(data, round_to=4)
