@@ -191,7 +191,8 @@ def evaluate(
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
             needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
-            or takes all cores; see `cpomdp_ppl.parallel`. It makes no difference to the result.
+            or takes all cores; see `cpomdp_ppl.parallel`. It makes no difference to the result, unless a
+            policy changes as it plays: what it does to itself in another process stays there.
         progress: Whether to show a progress bar, by batches.
         seed: Of everything random; None takes fresh entropy.
 
@@ -230,7 +231,8 @@ def evaluate(
         (model, as_policy(policy), contexts[k::parts], given, told, backend, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
-    played = in_parallel(_play, tasks, workers=workers)
+    # The policy itself and not a copy of it: it may count what it does.
+    played = in_parallel(_play, tasks, workers=workers, copies=False)
     by_part = dict(tqdm(played, total=parts, disable=not progress, desc="episodes"))
     outcomes = [by_part[k] for k in range(parts)]
     c, returns, last = (

@@ -58,6 +58,7 @@ def in_parallel(
     workers: int | None = None,
     retries: int = RETRIES,
     name: str | None = None,
+    copies: bool = True,
 ) -> Results[Outcome]:
     """Do the same to many things, and yield each outcome with its item's index as soon as it is there.
 
@@ -84,6 +85,8 @@ def in_parallel(
             own `Parallel`, it is always this process.
         retries: How often an item may be taken up again.
         name: What Dask's dashboard is to call it; the function's own name if left out.
+        copies: Whether items are copied in this process, too. Without, what the function does to them is
+            there afterwards, but only if it was done here.
 
     Raises:
         WorkerKilledError: If that was not often enough; after all the others.
@@ -97,7 +100,7 @@ def in_parallel(
     items = list(items)
     call = Alone(function)
     if backend is None:
-        return _here(call, items)
+        return _here(call, items, copies)
     client = getattr(backend, "client", None)
     if client is not None:
         own = str(getattr(function, "__name__", type(function).__name__))
@@ -270,9 +273,9 @@ def _survives(error: Exception) -> bool:
     return type(again) is type(error) and str(again) == str(error)
 
 
-def _here(call: Alone, items: Sequence[Any]) -> Results[Any]:
+def _here(call: Alone, items: Sequence[Any], copies: bool) -> Results[Any]:
     for k, item in enumerate(items):
-        yield k, call.here(_copied(item))
+        yield k, call.here(_copied(item) if copies else item)
 
 
 def _copied(item: Any) -> Any:

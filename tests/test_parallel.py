@@ -310,13 +310,13 @@ def test_evaluation_has_the_same_bits_however_many_play():
     assert one == two
 
 
-def test_a_policy_that_changes_as_it_plays_is_the_same_for_every_batch():
+def test_what_a_policy_counts_is_there_afterwards():
+    """If it was in this process; a copy would have it otherwise."""
     policy = Counting()
-    one, two = (
-        numbers(evaluate(LineGrid(), policy, 60, batch_size=20, workers=workers)) for workers in (1, 2)
-    )
-    assert one == two
-    assert policy.starts == 0
+    evaluate(LineGrid(), policy, 60, batch_size=20)
+    assert policy.starts == 3
+    evaluate(LineGrid(), policy, 60, batch_size=20, workers=2)
+    assert policy.starts == 3
 
 
 def test_comparison_runs_where_joblib_is_configured_to():

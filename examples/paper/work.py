@@ -161,10 +161,6 @@ class Remembering(Backend):
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Remembering:
-        """Itself: `evaluate` works on copies, and nobody could ask those."""
-        return self
-
     def recursion(self, model: CPOMDP) -> Recursion:
         """The other's."""
         return self.backend.recursion(model)
