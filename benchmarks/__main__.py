@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.page import first_line, render, section, sections
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.files import write_text_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def regenerate(names: Sequence[str], folder: Path = FOLDER, order: Sequence[str]
             continue
         new = section(script, output, time.perf_counter() - began)
         old = sections(page.read_text(encoding="utf-8")) if page.exists() else {}
-        write(page, render({**old, name: new}, order))
+        write_text_whole(page, render({**old, name: new}, order))
     return failed
 
 
@@ -88,15 +88,6 @@ def echoed(script: Path) -> str:
     if not output.strip():
         raise FailedError("printed nothing")
     return output
-
-
-def write(page: Path, text: str) -> None:
-    """Whole, or not at all."""
-
-    def save(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
-
-    write_whole(page, save)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

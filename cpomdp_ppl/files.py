@@ -65,6 +65,15 @@ def write_whole(path: str | os.PathLike[str], save: Callable[[Path], None]) -> N
         beside.unlink(missing_ok=True)
 
 
+def write_text_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write words, in UTF-8, at once or not at all; see `write_whole`."""
+
+    def save(file: Path) -> None:
+        file.write_text(text, encoding="utf-8")
+
+    write_whole(path, save)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error comes of a full disk, however the library that wrote puts it."""
     seen: BaseException | None = error

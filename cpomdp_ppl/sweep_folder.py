@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from cpomdp_ppl.errors import require
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.files import write_text_whole, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -52,7 +52,7 @@ class SweepFolder:
         there = self._has_own(record)
         (self.path / POINTS).mkdir(parents=True, exist_ok=True)
         if not there:  # what is done can be read where nothing can be written
-            _write_text(self.path / RECORD, json.dumps(record, indent=1))
+            write_text_whole(self.path / RECORD, json.dumps(record, indent=1))
 
     def _has_own(self, record: Mapping[str, Any]) -> bool:
         if not self.path.is_dir():
@@ -165,10 +165,3 @@ def _shown(value: Any, other: Any) -> str:
 def _text(value: Any) -> str:
     """To compare: as it is written, NaN equals itself, and 1 is neither True nor 1.0."""
     return json.dumps(value, sort_keys=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    def save(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_whole(path, save)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.errors import rejected, require
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.files import write_text_whole, write_whole
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
@@ -59,11 +59,7 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Any]:
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write plain numbers and words."""
     text = json.dumps(content, indent=1, allow_nan=True)
-    write_whole(path, lambda file: _write_text(file, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text_whole(path, text)
 
 
 def load_json(path: Path) -> dict[str, Any]:

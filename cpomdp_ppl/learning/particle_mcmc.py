@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from cpomdp_ppl.diagnostics.inference_data import variable, wrapped
 from cpomdp_ppl.errors import require, require_count, require_number
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.learning import chains as side_by_side
 from cpomdp_ppl.learning.likelihood import Estimator
 from cpomdp_ppl.learning.metropolis import REPLICATE, Step, Target, Walk
@@ -145,8 +144,7 @@ def particle_marginal_metropolis_hastings(
     require_count("blocks", blocks)
     require_number("jumps", jumps, "a share from 0 to 1")
     require(jumps <= 1, "jumps", jumps, "a share from 0 to 1")
-    require_seed(seed)
-    number = secrets.randbits(32) if seed is None else int(seed)
+    number = fresh_seed(seed)
     backend = ParticleFilter(num_particles=num_particles) if likelihood is None else as_backend(likelihood)
     space = Unconstrained(learnable(model), initial)
     _require_prior(prior, space)

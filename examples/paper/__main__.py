@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.files import write_text_whole
 from examples import paper
 from examples.paper import figures, pool
 from examples.paper.comparison import LEVEL, Comparison, as_csv, as_markdown
@@ -154,17 +154,12 @@ def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
     head = ["# The paper and ours", *warning, as_markdown(rows)]
     note = NOTE.format(judged=judged, by_chance=(1 - LEVEL) * judged)
     text = "\n\n".join([*head, "\n".join(lines), note, used.replace("_", " ")]) + "\n"
-    _write(folder / f"{TABLE}.md", text)
-    _write(folder / f"{TABLE}.csv", as_csv(rows))
-    _write(folder / TIMES, "task,seconds\n" + "".join(f'"{name}",{s:.1f}\n' for name, s in seconds.items()))
+    write_text_whole(folder / f"{TABLE}.md", text)
+    write_text_whole(folder / f"{TABLE}.csv", as_csv(rows))
+    write_text_whole(
+        folder / TIMES, "task,seconds\n" + "".join(f'"{name}",{s:.1f}\n' for name, s in seconds.items())
+    )
     return f"\n{text}\nwritten to {folder}: {TABLE}.md, {TABLE}.csv, {TIMES}, and figures as PNG and SVG"
-
-
-def _write(path: Path, text: str) -> None:
-    def save(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_whole(path, save)
 
 
 def listing(sizes: Sizes, folder: Path, only: Sequence[str]) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cpomdp_ppl.parallel import one_thread
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
@@ -87,16 +89,12 @@ class Agenda:
 
 
 def _run_here(agenda: Agenda, store: Store) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         while (task := agenda.next()) is not None:
             try:
                 agenda.done(task, store.carry_out(task))
             except Exception:
                 agenda.failed(task, traceback.format_exc())
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass
