@@ -18,6 +18,8 @@ def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
     """A copy of an array of numbers, truth values or strings, with a number of axes that is plain to see."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().resolve_conj().resolve_neg().numpy()
+    if np.ma.is_masked(values):  # NumPy would take what is under the mask for data
+        raise rejected(argument, "a masked array", "an array without masked entries")
     try:
         array: np.ndarray[Any, Any] = np.array(values)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, for instance

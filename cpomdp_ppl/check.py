@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from cpomdp_ppl.arrays import are_probabilities
-from cpomdp_ppl.errors import whole_number
+from cpomdp_ppl.dataflow import dependencies
+from cpomdp_ppl.errors import UnsupportedModelError, whole_number
 from cpomdp_ppl.handlers import Batched, Recorded, base_of, mask_of
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.isolation import drawn_from, generators, isolated
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state, structure
 
@@ -165,6 +167,12 @@ def program_faults(model: CPOMDP) -> list[str]:
         for name in model._pyro_params:
             getattr(model, name)  # takes its value from the param store now, so as not to change later
         _check_programs(model, faults)
+    if not faults.found:
+        try:
+            with isolated(0):
+                dependencies(model, read_signature(model))
+        except UnsupportedModelError as error:
+            faults.found["observation", "hidden"] = str(error)
     return list(faults.found.values())
 
 
@@ -273,8 +281,25 @@ def _try(model: CPOMDP, call: Call, words: str, faults: Faults) -> tuple[Any, di
         faults.report(call.program, "None", f"returns None{words}; is a return missing?")
         return None
     if all(sound):
-        _check_cells(model, call, result, sites, words, faults)
+        hidden = " and ".join(_hidden_draws(model, call, sites))
+        if hidden:
+            sites_instead = "make each of them a sample site: others can be neither scored nor replayed"
+            instead = "it must be a function of its arguments" if call.program == "reward" else sites_instead
+            what = f"draws random numbers outside of `pyro.sample`, from {hidden}{words}; {instead}"
+            faults.report(call.program, "random", what)
+        else:
+            _check_cells(model, call, result, sites, words, faults)
     return result, sites
+
+
+def _hidden_draws(model: CPOMDP, call: Call, sites: dict[str, Any]) -> list[str]:
+    """Generators that a program draws from although all its sites are given."""
+    values = {name: site["value"] for name, site in sites.items()}
+    before = generators()
+    batched, given = Batched(call.shape, model.max_plate_nesting), poutine.condition(data=values)
+    with suppress(Exception), batched, Recorded(), given:  # what it raises is reported elsewhere
+        getattr(model, call.program)(*call.arguments())
+    return drawn_from(before, generators())
 
 
 def _versions(arguments: tuple[Any, ...]) -> list[tuple[str, int, int]]:
@@ -438,10 +463,12 @@ def _checked_state(
             faults.report(program, "finite", f"'{name}' is not finite{where}{words}")
             return None
         if model.states is not None:
-            if tensor.is_floating_point() or tensor.dtype == torch.bool or leaf.numel() != 1:
+            if tensor.is_floating_point() or leaf.numel() != 1:
                 found_type = f"{tensor.dtype} {list(leaf.shape)}"
                 faults.report(
-                    program, "index", f"a finite model's state is an integer index, got {found_type}{words}"
+                    program,
+                    "index",
+                    f"a finite model's state is an integer index or a boolean, got {found_type}{words}",
                 )
                 return None
             where = _first_context(model, (tensor < 0) | (tensor >= model.states))

@@ -44,6 +44,21 @@ class DensityError(ArithmeticError):
     """A program left the reals, or has a density that is not a number, in the middle of inference."""
 
 
+class ResolutionError(DensityError):
+    """A grid is too coarse for what is computed on it.
+
+    Attributes:
+        num_points: About how many points it would take.
+    """
+
+    def __init__(self, message: str, num_points: int) -> None:
+        self.num_points = num_points
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.num_points)
+
+
 class DegenerateWeightsError(ArithmeticError):
     """No context at all can have produced an episode."""
 

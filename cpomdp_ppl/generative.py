@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
+from cpomdp_ppl.inference.drawing import draw
 from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
 from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
-from cpomdp_ppl.signature import read_signature, site_parents
+from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -96,12 +98,15 @@ class Generative:
         states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
         contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
         seen = Seen(0, percept.action, percept.observations, percept.observed)
-        density = log_density_of_seen(self.model, self._scored, states, contexts, seen, draw=True)
+        shape = torch.Size((C, N, 1, *self._own))
+        density = log_density_of_seen(
+            self.model, self._scored, states, contexts, seen, draw=lambda _, fn: draw(fn, shape, common=True)
+        )
         return density.expand(C, N, 1)[..., 0].T
 
     @cached_property
     def _scored(self) -> Signature:
-        return replace(self.signature, parents=site_parents(self.model, self.signature))
+        return replace(self.signature, dependencies=dependencies(self.model, self.signature))
 
     def _batched(self, context: Tensor) -> Batched:
         return Batched(tuple(context.shape), self.model.max_plate_nesting)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions import Categorical, Independent, MaskedDistribution, MixtureSameFamily, Normal
+from pyro.distributions import (
+    Categorical,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+    MixtureSameFamily,
+    Normal,
+)
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
+
+from cpomdp_ppl.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +40,15 @@ class Batched(Messenger):
         super().__init__()
         self.max_plate_nesting = max_plate_nesting
         self.shape = torch.Size((*batch_shape, *[1] * max_plate_nesting))
+        self._last: Any = None  # site that was visited
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if isinstance(error, NotImplementedError) and self._last is not None and self._last["value"] is None:
+            raise cannot_be_drawn(self._last, str(error)) from error
 
     def _pyro_sample(self, msg: Any) -> None:
+        self._last = msg
         fn = msg["fn"]
         shape = getattr(fn, "batch_shape", self.shape)  # a plate's own message has none
         if shape == self.shape:
@@ -53,7 +69,23 @@ class Batched(Messenger):
                     f"site '{msg['name']}' is inside plate '{frame.name}' at dim {frame.dim}, "
                     f"but max_plate_nesting = {self.max_plate_nesting}"
                 )
-        msg["fn"] = fn.expand(torch.broadcast_shapes(self.shape, shape))
+        msg["fn"] = expanded(fn, torch.broadcast_shapes(self.shape, shape))
+
+
+def expanded(fn: Any, shape: torch.Size) -> Any:
+    """A distribution for a larger batch, also if its class has no way to say so, or one that is broken."""
+    try:
+        return fn.expand(shape)
+    except (NotImplementedError, TypeError):
+        return ExpandedDistribution(fn, shape)
+
+
+def cannot_be_drawn(site: Any, why: str) -> UnsupportedModelError:
+    """The error about a site whose distribution has no draws, or none for a batch."""
+    name = type(base_of(site["fn"])).__name__
+    return UnsupportedModelError(
+        f"site '{site['name']}' ({name}) cannot be drawn" + (f": {why}" if why else "")
+    )
 
 
 def draw_normal(fn: Normal, shape: torch.Size) -> Tensor:

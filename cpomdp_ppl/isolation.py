@@ -95,6 +95,20 @@ def generators() -> tuple[Any, ...]:
     return python, kind, keys.tobytes(), *rest, *states
 
 
+def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
+    """Which generators are elsewhere than they were, by the module that draws from them.
+
+    Example:
+        >>> with isolated(0):
+        ...     before = generators()
+        ...     _ = np.random.rand()
+        ...     drawn_from(before, generators())
+        ['numpy.random']
+    """
+    parts = {"torch": slice(6, None), "numpy.random": slice(1, 6), "random": slice(0, 1)}
+    return [name for name, part in parts.items() if before[part] != after[part]]
+
+
 class RandomStream:
     """Random numbers of one's own: inside, the generators go on from where this stream stopped the last time.
 

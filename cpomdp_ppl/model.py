@@ -42,7 +42,8 @@ class CPOMDP(PyroModule):
         horizon: Number of steps T of an episode.
         context_prior: Probabilities `[C]`, which may be a `PyroParam`, a parameter or a buffer; None, or not
             set, means uniform.
-        states: How many states there are, if finitely many; a state is then an index `0 … states - 1`.
+        states: How many states there are, if finitely many; a state is then an index `0 … states - 1`
+            (or a boolean, of two).
         initial_observation: Whether the agent sees something before its first action; `observation` is
             then also called with `action=None`.
         max_plate_nesting: How many axes the programs' own plates take.
@@ -128,7 +129,8 @@ class CPOMDP(PyroModule):
     def context_known_return(self) -> Tensor | None:
         """The best expected return in every context for an agent that is told it, `[C]`, where that is known.
 
-        Models override this to have regret reported.
+        Models override this to have regret reported. Without it, regret is bounded where context and state
+        known can be solved for; see `cpomdp_ppl.bounds.informed_return`.
         """
         return None
 

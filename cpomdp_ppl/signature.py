@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from cpomdp_ppl.dataflow import Dependencies
 from cpomdp_ppl.errors import ModelError
 from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.isolation import isolated
@@ -76,13 +77,13 @@ class Signature:
         state: A `Leaf` in place of every tensor of the state.
         observations: The observation sites by name.
         model: Name of the model's class.
-        parents: Observation sites on whose values other observation sites depend; see `site_parents`.
+        dependencies: How observation sites depend on each other, as far as that was looked into.
     """
 
     state: Any
     observations: Mapping[str, ObservationSite]
     model: str = "CPOMDP"
-    parents: frozenset[str] = frozenset()
+    dependencies: Dependencies = field(default_factory=Dependencies)
 
     def broadcast(self, state: State, batch_shape: torch.Size) -> State:
         """Expand a state that a program returned to the full batch; constants lack its axes.
@@ -160,36 +161,3 @@ def base_constraint(support: Any) -> Any:
 
 def _leaf(tensor: Tensor) -> Leaf:
     return Leaf(tensor.shape, tensor.dtype)
-
-
-def site_parents(model: CPOMDP, signature: Signature) -> frozenset[str]:
-    """Observation sites on whose values other observation sites depend, in any context, for any action.
-
-    Where such a site is not observed, its value has to be marginalised for the others' sake.
-    """
-    if len(signature.observations) < 2:
-        return frozenset()
-    own = (1,) * model.max_plate_nesting
-    S = (model.num_contexts, model.num_actions, 8)  # eight draws of everything: some will differ
-    context = torch.arange(S[0], device=model.device).reshape(-1, 1, 1, *own)
-    action = torch.arange(S[1], device=model.device).reshape(1, -1, 1, *own)
-    with torch.no_grad(), poutine.block(), model.running(), Batched(S, model.max_plate_nesting):
-        state = signature.broadcast(model.initial(context), torch.Size(S))
-        runs = [Recorded(), Recorded()]
-        for run in runs:
-            with run:
-                model.observation(state, action, context)
-        values, others = ({name: site["value"] for name, site in run.sites.items()} for run in runs)
-
-        def densities(given: dict[str, Tensor]) -> dict[str, Tensor]:
-            with poutine.condition(data=given), Recorded() as program:
-                model.observation(state, action, context)
-            return {name: site["fn"].log_prob(values[name]) for name, site in program.sites.items()}
-
-        before = densities(values)
-        found = set()
-        for name in values:
-            after = densities({**values, name: others[name]})
-            if any(not torch.equal(before[site], after[site]) for site in values if site != name):
-                found.add(name)
-    return frozenset(found)

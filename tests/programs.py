@@ -99,6 +99,32 @@ class Dice(CPOMDP):
         return torch.zeros_like(state)
 
 
+class Skewed(CPOMDP):
+    """One step in which nothing can be done: the return is `means[c]`, give or take `spreads[c]`.
+
+    What is seen is 1 with probability 0.3 in context 0, and 0.6 in others.
+    """
+
+    actions, horizon, states = 2, 1, 2
+
+    def __init__(self, prior=(0.97, 0.03), means=(1.0, -100.0), spreads=(0.0, 0.0)):
+        super().__init__()
+        self.contexts, self.context_prior = len(prior), list(prior)
+        self.means, self.spreads = torch.tensor(means), torch.tensor(spreads)
+
+    def initial(self, context):
+        return pyro.sample("lucky", dist.Bernoulli(0.5)).long()
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Bernoulli(torch.where(context == 0, 0.3, 0.6)))
+
+    def reward(self, state, action, context):
+        return self.means[context] + self.spreads[context] * (2 * state - 1)
+
+
 class Noting:
     """In front of a model: its states, noted by `pyro.deterministic`."""
 

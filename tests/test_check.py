@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -128,6 +130,31 @@ class Blind(Walk):
 class PythonBranch(Walk):
     def transition(self, state, action, context):
         return pyro.sample("x", dist.Normal(state + 1.0 if action == 0 else state, 1.0))
+
+
+@broken("transition: draws random numbers outside of `pyro.sample`, from torch", "sample site")
+class TorchNoise(Walk):
+    def transition(self, state, action, context):
+        return state + 0.1 * torch.randn_like(state)
+
+
+@broken("observation: draws random numbers outside of `pyro.sample`, from torch", "action '1'")
+class NoiseInASite(Walk):
+    def observation(self, state, action, context):
+        noise = torch.rand(()) if bool((action == 1).all()) else 0.5
+        pyro.sample("z", dist.Normal(state, 1.0 + noise))
+
+
+@broken("initial: draws random numbers outside of `pyro.sample`, from numpy.random and random")
+class OtherNoise(Walk):
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(np.random.randn() + random.random(), 1.0))
+
+
+@broken("reward: draws random numbers outside of `pyro.sample`, from torch", "must be a function")
+class NoisyReward(Walk):
+    def reward(self, state, action, context):
+        return state + torch.randn(state.shape)
 
 
 @broken("transition: what it does for one particle depends on other particles", "engine's axes")

@@ -10,6 +10,7 @@ from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.inference.observable_operator import ObservableOperator
 from cpomdp_ppl.inference.online import OnlineFilter
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.inference.reference import reference_backend
 from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
 
@@ -25,6 +26,7 @@ __all__ = [
     "Smoothing",
     "UnscentedKalmanFilter",
     "as_backend",
+    "reference_backend",
 ]
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -11,6 +11,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import (
     DegenerateWeightsError,
     DensityError,
@@ -25,7 +26,7 @@ from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.isolation import isolated
-from cpomdp_ppl.signature import read_signature, site_parents
+from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Recursion(ABC):
     def __init__(self, model: CPOMDP) -> None:
         self.model = model
         signature = read_signature(model)
-        self.signature = replace(signature, parents=site_parents(model, signature))
+        self.signature = replace(signature, dependencies=dependencies(model, signature))
         self.own = (1,) * model.max_plate_nesting
         self.context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *self.own)
 
@@ -380,7 +381,8 @@ def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Seen) -> Tens
         shown = ", ".join(f"'{site}' = {_plain(seen.observations[site][b])}" for site in sites)
         raise DegenerateWeightsError(
             f"time {seen.time} of episode {seen.episode(b)}: no context can have produced site {shown}; "
-            "either the data are not the model's, or all particles are elsewhere (try more of them)"
+            "either the data are not the model's or, in a particle filter, all particles are elsewhere: "
+            "try more of them (`num_particles`)"
         )
     return total
 

@@ -18,6 +18,9 @@ SCAN = 2**14
 LEVELS, REACH = 2, 16
 """How often cells around a jump are halved, and from how many cells' distance on."""
 
+SHARERS = 6
+"""Among how many points along each axis a point is shared out, an even number."""
+
 MOST_JUMPS = 32
 """With more, a function is rather rough everywhere."""
 
@@ -42,20 +45,21 @@ class Grid:
         self.boundary = torch.cartesian_prod(*at_end).reshape(-1, self.dim).any(1).nonzero()[:, 0]
 
     @staticmethod
-    def between(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
-        """The grid of equal cells that fills given bounds."""
-        n = _per_axis(num_points, len(bounds))
-        return Grid([torch.linspace(low, high, n + 1) for low, high in bounds])
+    def between(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> Grid:
+        """The grid of equal cells, about as wide as asked for, that fills given bounds."""
+        pairs = zip(bounds, widths, strict=True)
+        return Grid(
+            [torch.linspace(low, high, max(SHARERS, round((high - low) / h)) + 1) for (low, high), h in pairs]
+        )
 
     @staticmethod
-    def around(bounds: Sequence[Sequence[float]], num_points: int) -> Grid:
-        """A grid of equal cells that covers bounds and has edges at round numbers."""
-        n = _per_axis(num_points, len(bounds))
+    def around(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> Grid:
+        """A grid of equal cells, about as wide as asked for, that covers bounds and has round edges."""
         edges = []
-        for low, high in bounds:
-            h = _round_spacing((high - low) / n)
+        for (low, high), width in zip(bounds, widths, strict=True):
+            h = _round_spacing(width)
             first, last = math.floor(low / h), math.ceil(high / h)
-            edges.append(torch.arange(first, max(last, first + 4) + 1) * h)
+            edges.append(torch.arange(first, max(last, first + SHARERS) + 1) * h)
         return Grid(edges)
 
     def refined(self, jumps: Sequence[float]) -> Grid:
@@ -98,24 +102,29 @@ class Grid:
         return self.points[cells, None] + offsets * self.widths[cells, None]
 
     def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid points around points `x [..., d]`, and what share each gets: cubic Lagrange weights.
+        """The grid points around points `x [..., d]`, and what share each gets: Lagrange weights.
 
         What falls outside goes to the boundary.
 
         Returns:
-            Numbers of grid points and their shares, both `[..., 4**d]`.
+            Numbers of grid points and their shares, both `[..., m**d]` with m `SHARERS`.
         """
-        index = torch.zeros((*x.shape[:-1], 1), dtype=torch.long)
-        share = torch.ones(*x.shape[:-1], 1)
+        index = share = None
         for axis, line in enumerate(self.lines):
             n, tiny = len(line), 1e-9 * self.finest[axis]
             along = x[..., axis].clamp(line[0], line[-1]).contiguous()
             after = torch.searchsorted(line, along - tiny).clamp(max=n - 1)
             along = torch.where((line[after] - along).abs() <= tiny, line[after], along)  # exactly on a point
-            four = (after - 2).clamp(0, n - 4)[..., None] + torch.arange(4)
-            weights = _lagrange(line, along, four)
-            index = (index[..., :, None] * n + four[..., None, :]).flatten(-2)
-            share = (share[..., :, None] * weights[..., None, :]).flatten(-2)
+            first = (after - SHARERS // 2).clamp(0, n - SHARERS)
+            weights = _lagrange(line, along, first)
+            some = first[..., None] + torch.arange(SHARERS)
+            if index is None or share is None:
+                index, share = some, weights
+            else:
+                index = (index[..., :, None] * n + some[..., None, :]).flatten(-2)
+                share = (share[..., :, None] * weights[..., None, :]).flatten(-2)
+        assert index is not None
+        assert share is not None
         return index, share
 
 
@@ -160,19 +169,18 @@ def jump_along(values: Tensor, axis: int) -> Tensor:
     return found.movedim(-2, 0).flatten(1).any(1)
 
 
-def _lagrange(line: Tensor, x: Tensor, four: Tensor) -> Tensor:
-    """Cubic Lagrange weights of the nodes `line[four]`, `[..., 4]`, at `x [...]`."""
-    nodes = line[four]
-    weights = torch.ones_like(nodes)
-    for i in range(4):
-        for j in range(4):
-            if i != j:
-                weights[..., i] *= (x - nodes[..., j]) / (nodes[..., i] - nodes[..., j])
-    return weights
-
-
-def _per_axis(num_points: int, dim: int) -> int:
-    return max(4, round(float(num_points ** (1 / dim))))
+def _lagrange(line: Tensor, x: Tensor, first: Tensor) -> Tensor:
+    """Lagrange weights at `x [...]` of `SHARERS` nodes of a line from `first [...]` on, `[..., m]`."""
+    nodes = line.unfold(0, SHARERS, 1)  # [n - m + 1, m]
+    away = [x - nodes[:, j][first] for j in range(SHARERS)]
+    weights = []
+    for i in range(SHARERS):
+        above, below = torch.ones_like(x), torch.ones_like(nodes[:, i])
+        for j in range(SHARERS):
+            if j != i:
+                above, below = above * away[j], below * (nodes[:, i] - nodes[:, j])
+        weights.append(above / below[first])  # exactly 1 on node i
+    return torch.stack(weights, -1)
 
 
 def _round_spacing(spacing: float) -> float:

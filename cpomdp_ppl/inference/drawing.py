@@ -11,8 +11,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError
-from cpomdp_ppl.handlers import draw_normal
-from cpomdp_ppl.inference.scoring import unmasked
+from cpomdp_ppl.handlers import cannot_be_drawn, draw_normal, expanded
+from cpomdp_ppl.inference.density import is_discrete, unfit, unmasked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,10 @@ class Drawn(Messenger):
             return
         fn = unmasked(msg["fn"])
         _require_probabilities(msg["name"], fn)
-        value = draw(fn, self.shape, self.common)
+        try:
+            value = draw(fn, self.shape, self.common)
+        except NotImplementedError as error:
+            raise cannot_be_drawn(msg, str(error)) from error
         msg["value"] = value
         self.sites[msg["name"]] = (fn, value)
 
@@ -81,9 +84,12 @@ def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:
     while isinstance(base, dist.Independent):
         event = base.base_dist.batch_shape[len(base.batch_shape) :] + event
         base = base.base_dist
+    why = unfit(base)
+    if why is not None:
+        raise NotImplementedError(why)
     value: Tensor | None = _from_noise(base, noise + event)
     if value is None:  # no way to share noise: contexts draw on their own
-        value = fn.expand(batch).sample()
+        value = expanded(fn, batch)()  # as Pyro does: some draw differently by `sample`
     return value
 
 
@@ -97,13 +103,18 @@ def _from_noise(fn: Any, shape: torch.Size) -> Any:
     if isinstance(fn, dist.Delta):
         return fn.v
     if isinstance(fn, dist.Bernoulli):
-        return (torch.rand(shape, device=fn.probs.device) < fn.probs).to(fn.probs.dtype)
+        p = fn.probs
+        return (torch.rand(shape, dtype=p.dtype, device=p.device) < p).to(p.dtype)
     if isinstance(fn, dist.Categorical):
-        u = torch.rand(shape, device=fn.probs.device)[..., None]
-        return (fn.probs.cumsum(-1) <= u).sum(-1).clamp(max=fn.probs.shape[-1] - 1)
-    if fn.event_shape:
+        p = fn.probs
+        total = p.cumsum(-1)
+        total = total[..., :-1] / total[..., -1:]  # exactly 1 from the last possible index on: u is below
+        return (total <= torch.rand((*shape, 1), dtype=p.dtype, device=p.device)).sum(-1)
+    if fn.event_shape or is_discrete(fn):
         return None
-    try:
-        return fn.icdf(torch.rand(shape).clamp(1e-7, 1 - 1e-7))
+    try:  # in float64, whose uniform numbers get 8 standard deviations far: those of float32, 5
+        median = fn.icdf(torch.tensor(0.5))  # tells type and device
+        levels = torch.rand(shape, dtype=torch.float64, device=median.device).clamp_(2**-50, 1 - 2**-50)
+        return fn.icdf(levels).to(median.dtype)
     except (NotImplementedError, AttributeError):
         return None

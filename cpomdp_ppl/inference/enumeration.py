@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
 from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of
-from cpomdp_ppl.inference.scoring import log_density, unmasked
+from cpomdp_ppl.inference.density import log_density, unfit, unmasked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -172,14 +172,32 @@ class Sensible(Messenger):
         for parameter, value, proper in _parameters(base_of(fn)):
             if bool(proper.all()):
                 continue
-            # Below an event, any wrong component will do.
-            wrong = ~proper.reshape((1,) * (depth - proper.dim()) + proper.shape)
-            wrong = wrong.flatten(depth).any(-1) if wrong.dim() > depth else wrong
+            # Below an event, any wrong component will do; so will any value of a hidden site.
+            event = max(0, proper.dim() - len(fn.batch_shape))
+            wrong = (~proper).flatten(-event).any(-1) if event else ~proper
             mask = mask_of(msg)
             wrong = wrong & mask if isinstance(mask, Tensor) else wrong
+            wrong = wrong.reshape((1,) * (depth - wrong.dim()) + wrong.shape)
+            wrong = wrong.flatten(0, wrong.dim() - depth - 1).any(0) if wrong.dim() > depth else wrong
             wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.own else wrong
             self.wrong = wrong if self.wrong is None else self.wrong | wrong
             self.message = self.message or _fault(self.program, msg["name"], fn, parameter, value, proper)
+
+
+def support_of(fn: Any) -> Tensor | None:
+    """All values of a distribution, `[K, *event]`, in whatever row; None if they are not finitely many."""
+    if not fn.has_enumerate_support:
+        return None
+    if isinstance(fn, torch.distributions.Binomial | dist.BetaBinomial):  # counts may end differently by row
+        return torch.arange(int(fn.total_count.max()) + 1, device=fn.total_count.device).to(fn.mean.dtype)
+    if isinstance(fn, dist.Empirical):  # and samples differ; none is to count twice
+        samples: Tensor = fn._samples.flatten(0, len(fn.batch_shape)).unique(dim=0)
+        return samples
+    try:
+        support: Tensor = fn.enumerate_support(expand=False)
+    except NotImplementedError:
+        return None
+    return support.reshape(-1, *fn.event_shape)
 
 
 class Nodes:
@@ -244,6 +262,9 @@ class Enumerated(Messenger):
         while isinstance(base, dist.Independent):
             base = base.base_dist
         require_parameters(self.program, name, base)
+        why = unfit(base)
+        if why is not None:
+            raise self._unsupported(fn, name, f"cannot be followed: {why}")
         if base.has_enumerate_support:
             return self._enumerated(fn, base, name)
         if self.nodes is None:
@@ -258,23 +279,21 @@ class Enumerated(Messenger):
             levels = torch.special.ndtr(self._noise(fn)).clamp(2**-50, 1 - 2**-50)  # 8 standard deviations
             quantiles: Tensor = base.icdf(levels)
         except (NotImplementedError, AttributeError):
-            reason = "is neither discrete nor Gaussian, and has no inverse distribution function"
+            reason = "has neither finitely many values nor an inverse distribution function"
             raise self._unsupported(fn, name, reason) from None
         return quantiles
 
     def _enumerated(self, fn: Any, base: Any, name: str) -> Tensor:
-        try:
-            support = base.enumerate_support(expand=False)
-        except NotImplementedError:
-            raise self._unsupported(fn, name, "cannot be enumerated") from None
-        support = support.reshape(-1, *base.event_shape)
+        support = support_of(base)
+        if support is None:
+            raise self._unsupported(fn, name, "cannot be enumerated")
         independent = fn.event_dim - base.event_dim
         cells = (*self._plates(fn), *fn.event_shape[:independent])
         value = support[self._grid(torch.arange(len(support), device=support.device), cells)]
         self.axes += math.prod(cells)
-        probability = log_density(base, value).double().exp()  # […, *cells]
+        probability = log_density(base, value, name).double().exp()  # […, *cells]
         self._weigh(probability.flatten(-independent).prod(-1) if independent else probability)
-        return value  # type: ignore[no-any-return]
+        return value
 
     def _noise(self, fn: Any) -> Tensor:
         """ε for every component of a site."""

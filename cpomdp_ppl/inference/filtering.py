@@ -38,8 +38,12 @@ class Filtering:
         ess: Effective sample size after the reweighting of step t, `[B, T, C]`; SMC only.
         resampled: Whether the particles were resampled before step t moved them, bool `[B, T, C]`; SMC only.
             That was decided by what the step before left, so `resampled[:, t]` goes with `ess[:, t - 1]`.
-        standard_error: Estimated standard error of `log_likelihood`, `[B, C]`; SMC only. It has no meaning
-            for a context whose log-likelihood is `-inf`.
+        standard_error: Estimated standard error of `log_likelihood` over seeds, `[B, C]`; SMC only. Up to
+            about 0.5 it can be trusted; a larger one says that there are too few particles, and is of the
+            right order only. It is `inf` where it cannot be told at all, as every particle descends from the
+            same one at time 0. No run knows of what none of its particles came near: where the true error is
+            above 1, some report half of it or less, and only several seeds show it. It has no meaning for a
+            context whose log-likelihood is `-inf`.
     """
 
     increments: Tensor

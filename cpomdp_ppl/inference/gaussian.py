@@ -12,12 +12,16 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.errors import UnsupportedModelError
-from cpomdp_ppl.handlers import is_deterministic, mask_of
+from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
+from cpomdp_ppl.inference import density
+from cpomdp_ppl.inference.density import unmasked
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES, require_parameters
-from cpomdp_ppl.inference.scoring import Scored, Seen, unmasked
+from cpomdp_ppl.inference.scoring import Scored, Seen, hidden_parents
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Leaf, Signature
 
@@ -79,8 +83,14 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
         return GaussianSite(fn.loc, fn._unbroadcasted_scale_tril, triangular=True)
     raise UnsupportedModelError(
         f"{program}: site '{site['name']}' is {type(fn).__name__}, but Kalman filters need every site to be "
-        "Normal, MultivariateNormal or Delta"
+        "Normal, MultivariateNormal or Delta, or, among observations, discrete"
     )
+
+
+def is_discrete(site: Any) -> bool:
+    """Whether a site has single values of positive probability, and is not merely without noise."""
+    fn = base_of(site["fn"])
+    return not isinstance(fn, dist.Delta) and density.is_discrete(fn)
 
 
 def _central(site: Any, own: int) -> Tensor:
@@ -102,6 +112,7 @@ class Reparameterised(Messenger):
 
     Attributes:
         num_noise: Dimension E of the noise used so far.
+        discrete: Names of the discrete sites of an `observation` program, which are drawn.
     """
 
     def __init__(self, program: str, own: int, noise: Tensor | None = None) -> None:
@@ -110,9 +121,13 @@ class Reparameterised(Messenger):
         self.own = own
         self.noise = noise
         self.num_noise = 0
+        self.discrete: list[str] = []
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or is_deterministic(msg):
+            return
+        if self.program == "observation" and is_discrete(msg):
+            self.discrete.append(msg["name"])
             return
         site = gaussian_site(self.program, msg, self.own)
         if site.scale is None:
@@ -133,10 +148,17 @@ class Reparameterised(Messenger):
 
 
 class Sensed(Scored):
-    """Give every observation site what was seen there, and keep mean and covariance of its distribution.
+    """Give every observation site what was seen there, and keep mean and covariance of the Gaussian ones.
 
     A site thus depends on the *values* of those before it, as its density does, and noise is independent
-    between sites. A site that others depend on has to be observed.
+    between sites. A Gaussian site that was not seen, but on which others depend, is a function of its noise.
+
+    Args:
+        seen: The step.
+        signature: Of the model.
+        batch_shape: `[C, B, K]`.
+        discrete: Names of the discrete sites, which are passed over here.
+        noise: ε of the hidden sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0.
 
     Attributes:
         means: By site, `[C, B, K, m]` with plates and event flattened.
@@ -145,9 +167,20 @@ class Sensed(Scored):
         observed: Whether it was, by site, bool `[B, m]`.
     """
 
-    def __init__(self, seen: Seen, signature: Signature, batch_shape: torch.Size) -> None:
+    def __init__(
+        self,
+        seen: Seen,
+        signature: Signature,
+        batch_shape: torch.Size,
+        discrete: Collection[str] = (),
+        noise: Tensor | None = None,
+    ) -> None:
         super().__init__(seen, signature)
         self.batch_shape = batch_shape
+        self.discrete = discrete
+        self.noise = noise
+        self.num_noise = 0
+        self.hidden = hidden_parents(signature, seen, signature.observations.keys() - discrete)
         self.means: list[Tensor] = []
         self.covariances: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -165,9 +198,10 @@ class Sensed(Scored):
         B, shape, size, full = len(value), spec.shape, spec.shape.numel(), self.batch_shape + spec.shape
         everything = self.seen.everything
         at_cells = None if everything else flags.reshape(1, B, 1, *spec.plates)
-        self.require_visible(name, mask_of(msg), at_cells)
-        if not everything and name in self.signature.parents and not bool(flags.all()):
-            self.require_drawing(name)
+        self.possible(name, mask_of(msg), at_cells)
+        msg["value"] = at_sites = value.reshape(1, B, 1, *shape)
+        if name in self.discrete:
+            return
 
         site = gaussian_site("observation", msg, len(spec.plates))
         mean = site.loc if site.loc.shape == full else site.loc.expand(full)
@@ -175,12 +209,15 @@ class Sensed(Scored):
         self.covariances.append(self._covariance(site, shape))
 
         self.values.append(value.reshape(B, size))
-        msg["value"] = at_sites = value.reshape(1, B, 1, *shape)
         event = (1,) * (len(shape) - len(spec.plates))
         flags = flags.reshape(B, *spec.plates, *event).expand(B, *shape)
         self.observed.append(flags.reshape(B, size))
         if not everything:
-            msg["value"] = torch.where(flags.reshape(at_sites.shape), at_sites, mean)
+            hidden = mean
+            if name in self.hidden and self.noise is not None:
+                start, self.num_noise = self.num_noise, self.num_noise + size
+                hidden = site.at(self.noise[..., start : self.num_noise].reshape(full))
+            msg["value"] = torch.where(flags.reshape(at_sites.shape), at_sites, hidden)
 
     def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
         """Of the site's noise, `[C, B, K, m, m]`."""

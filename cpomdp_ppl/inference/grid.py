@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count
+from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelError, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
-from cpomdp_ppl.inference.cells import SCAN, Grid, jump_along, jumps_of
+from cpomdp_ppl.inference.cells import SCAN, SHARERS, Grid, jump_along, jumps_of
 from cpomdp_ppl.inference.enumeration import (
     ENGINE_AXES,
     Enumerated,
     Nodes,
     double_precision,
-    drawing,
 )
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion, smoothed_at_once
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
-from cpomdp_ppl.policy import RandomPolicy
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.inference.trials import Probes, probes_of, reached, require_real_numbers, simulated
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import History
     from cpomdp_ppl.state import State
 
 Bounds = Sequence[float] | Sequence[Sequence[float]]
+Result = TypeVar("Result")
 
 BLOCK = 64
 """Points whose transitions are stored and multiplied together."""
@@ -49,27 +50,44 @@ MEMORY = 2**22
 BOUNDARY_MASS = 1e-3
 """Probability on the boundary from which on the bounds are too tight."""
 
-FARTHEST = 1e300
-"""How far apart bounds may be: beyond, the spacing of the grid would overflow."""
-
-
 EMPTY = 1e-34
 """Points of less probability do not move on."""
+
+FEWEST, MOST = 1200, 10_000
+"""About how many points a grid has that chooses for itself: at least, and at most."""
+
+COARSER, SAFETY = 1.5, 2.0
+"""How much wider the cells of the grid to compare with are, and by what to multiply the difference."""
+
+CELLS_PER_SCALE = 1.25
+"""How many cells there are to be in the length over which the density of an observation varies."""
+
+RARE = 1e-12
+"""A less probable point may be one at the end of what is followed of a distribution's tail."""
+
+BEHIND = 36.0
+"""Of contexts that lie further behind the likeliest, in nats, no accuracy is asked: tails are cut."""
 
 
 @dataclass(frozen=True)
 class GridFilter(Backend):
-    """A filter for one- and two-dimensional states that is exact up to the spacing of a grid.
+    """A filter for one- and two-dimensional states that is right to within a tolerance, or refuses.
 
     Transitions are found by pushing every grid point through the program, with quadrature nodes for its
-    noise, and sharing out what arrives among the grid points around it such that moments up to the third
+    noise, and sharing out what arrives among the grid points around it such that moments up to the fifth
     are kept: the grid adds no diffusion. It can be refined at will, which makes it the truth in tests.
 
     The points are centres of cells. Cells that the bounds do not fix have round edges, since there the
     thresholds of programs tend to be; if a density or reward jumps inside a cell, it is averaged there.
 
+    A second grid with wider cells is taken along. Twice of what the increments on both differ by, added up
+    over the steps of an episode, is the estimated error of its log-likelihood: many times too much where
+    beliefs are smooth, since errors there fall with the sixth power of the cells' width. Wherever it exceeds
+    the tolerance, the result is a `ResolutionError` that says how many points it would take.
+
     Args:
-        num_points: About how many points in all.
+        num_points: About how many points in all. None takes 1,200, or as many as the densities of simulated
+            observations need; `run` and `smooth` take more until the tolerance is kept, up to 10,000.
         bounds: `(low, high)` of the state, or one such pair for each of its two numbers. Left out, they are
             found by simulating the model under each constant action and under random ones.
         subpoints: In how many parts a cell is cut, along each axis, to average over a jump.
@@ -77,36 +95,79 @@ class GridFilter(Backend):
             are cut. None takes 8.5, and 6 if a transition has several noises. One or two noises of `initial`
             are followed for 12 at least. An observation that only a rarer event explains has too low a
             likelihood. What is drawn from other distributions than normal ones is cut at quantiles of 2⁻⁵⁰.
+        tolerance: The largest estimated error of an episode's log-likelihood, in nats. Of a context that is d
+            nats behind the likeliest, `d · tolerance` is asked for instead if that is more, and nothing if d
+            is beyond 36, where the tails that were cut matter. Infinity asks for nothing at all.
     """
 
-    num_points: int = 1200
+    num_points: int | None = None
     bounds: Bounds | None = None
     subpoints: int = 16
     reach: float | None = None
+    tolerance: float = 0.1
 
     name: ClassVar[str] = "grid"
     draws: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require_count("num_points", self.num_points)
+        if self.num_points is not None:
+            require_count("num_points", self.num_points)
+            require(self.num_points >= 16, "num_points", self.num_points, "at least 16")
         require_count("subpoints", self.subpoints)
-        require(self.num_points >= 16, "num_points", self.num_points, "at least 16")
         if self.bounds is not None:
             expected = "(low, high) with low < high, or a pair of these"
             require(_pairs(self.bounds) is not None, "bounds", self.bounds, expected)
         if self.reach is not None:
             proper = isinstance(self.reach, Real) and 2 <= self.reach <= 30
             require(proper, "reach", self.reach, "None or a number from 2 to 30")
+        proper = isinstance(self.tolerance, Real) and self.tolerance > 0
+        require(proper, "tolerance", self.tolerance, "a positive number of nats")
 
     @double_precision()
     def recursion(self, model: CPOMDP) -> GridRecursion:
         """The grid of a model, and the tables on it."""
         return GridRecursion(model, self)
 
+    def run(
+        self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
+    ) -> Filtering:
+        """As the base, with more points where that is left to us and these episodes need them.
+
+        Raises:
+            ResolutionError: If the tolerance is not kept.
+        """
+        return self._refined(
+            lambda backend: Backend.run(backend, model, episodes, seed=seed, moments=moments)
+        )
+
+    def smooth(
+        self, model: CPOMDP, episodes: Episodes, num_trajectories: int = 100, *, seed: int | None = None
+    ) -> Smoothing:
+        """As the base, with more points where that is left to us and these episodes need them.
+
+        Raises:
+            ResolutionError: If the tolerance is not kept.
+        """
+        return self._refined(
+            lambda backend: Backend.smooth(backend, model, episodes, num_trajectories, seed=seed)
+        )
+
+    def _refined(self, result: Callable[[GridFilter], Result]) -> Result:
+        """A result on a grid that is fine enough for it, if the number of points is ours to choose."""
+        backend = self
+        while True:
+            try:
+                return result(backend)
+            except ResolutionError as error:
+                if self.num_points is not None or error.num_points > MOST:
+                    raise
+                backend = replace(self, num_points=error.num_points)
+
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as keep a belief `[C, B, G]` within `MEMORY`."""
         assert isinstance(recursion, GridRecursion)
-        return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size))
+        values = recursion.signature.dependencies.combinations
+        return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size * values))
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
@@ -114,6 +175,22 @@ class GridFilter(Backend):
         """As many as the exact backend would, with as many states."""
         assert isinstance(recursion, GridRecursion)
         return smoothed_at_once(recursion, horizon, num_trajectories)
+
+
+@dataclass(frozen=True)
+class GridBelief(DiscreteBelief):
+    """What is known about the state, on a grid and on a coarser one.
+
+    Attributes:
+        probabilities: Of the points, float64 `[C, B, G]`.
+        coarse: Of the coarser grid's points, `[C, B, G']`; None, like the rest, without such a grid.
+        log_likelihoods: Of everything seen so far, on the one and the other, `[C, B, 2]`.
+        error: Of the log-likelihood, estimated by how much increments on the two have differed, `[C, B]`.
+    """
+
+    coarse: Tensor | None = None
+    log_likelihoods: Tensor | None = None
+    error: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -138,11 +215,13 @@ class Transition:
         bands: The table's blocks of rows, each with the columns that are not zero.
         identity: Whether every point stays where it is.
         signed: Whether some weights are negative: where motion without noise ends between grid points.
+        shape: Of the grid.
     """
 
     bands: Sequence[Band]
     identity: bool
     signed: bool
+    shape: Sequence[int]
 
     def __call__(self, p: Tensor) -> Tensor:
         """Move beliefs `[C, R, G]`."""
@@ -156,10 +235,7 @@ class Transition:
                 if max(highest[band.start : stop]) > EMPTY:
                     weights = band.weights[c if len(band.weights) > 1 else 0]
                     target[:, band.low : band.high].addmm_(source[:, band.start : stop], weights)
-        if self.signed:
-            moved = moved.clamp_(min=0)
-            moved = moved / moved.sum(-1, keepdim=True)
-        return moved
+        return nonnegative(moved, self.shape) if self.signed else moved
 
     def expect(self, values: Tensor) -> Tensor:
         """Means of functions `[C, R, G]` of the point arrived at, for every point to start from."""
@@ -188,11 +264,42 @@ class Transition:
         return found.clamp_(min=0) if self.signed else found
 
 
+def nonnegative(p: Tensor, shape: Sequence[int]) -> Tensor:
+    """Beliefs `[C, R, G]` on a grid of this shape, whose negative masses their neighbours have paid for.
+
+    To cut them off and normalise would move probability between places that are far from each other: what
+    comes to lie between two points is shared out as -1, 9, 9, -1 sixteenths, and would gain an eighth.
+    """
+    moved = p.unflatten(-1, tuple(shape))
+    for axis in [*range(-len(shape), 0)] * 3:  # what a neighbour cannot pay, the next one may
+        debt = moved.clamp(max=0)
+        if not bool(debt.any()):
+            break
+        means = moved.clamp(min=0)
+        before, after = _shifted(means, 1, axis), _shifted(means, -1, axis)
+        rate = debt / (before + after).clamp(min=1e-300)
+        solvent = before + after > 0
+        rate, left = torch.where(solvent, rate, 0.0), torch.where(solvent, 0.0, debt)
+        moved = means * (1 + _shifted(rate, 1, axis) + _shifted(rate, -1, axis)) + left
+    positive: Tensor = moved.flatten(-len(shape)).clamp(min=0)
+    return positive / positive.sum(-1, keepdim=True)
+
+
+def _shifted(x: Tensor, by: int, axis: int) -> Tensor:
+    """What stands one place before (1) or after (-1) along an axis; zero at the ends."""
+    n = x.shape[axis]
+    shifted = x.roll(by, axis)
+    at_end = torch.arange(n) == (0 if by > 0 else n - 1)
+    return torch.where(at_end.reshape(-1, *[1] * (-axis - 1)), 0.0, shifted)
+
+
 class GridRecursion(DiscreteRecursion):
     """The forward recursion over the points of a grid.
 
     Attributes:
         grid: The G points.
+        coarse: The same on a coarser grid, to compare with; None if there is no tolerance to keep.
+        scale: The length over which the densities of simulated observations vary, along each axis.
         jumps: Numbers of the cells inside which the density of an observation jumps.
         reward_jumps: Numbers of the cells inside which the reward does.
     """
@@ -204,25 +311,79 @@ class GridRecursion(DiscreteRecursion):
         self.settings = settings
         self.dim = _require_few_numbers(type(model).__name__, self.signature.state)
         self._transitions: dict[int, Transition] = {}
-        trials = _trials(self.model)
+        trials = simulated(self.model)
+        require_real_numbers(self.model, trials[:-1])  # under constant actions
         if settings.bounds is None:
-            bounds = _reached(self.model, trials, self.coordinates)
-            self.grid = Grid.around(bounds, settings.num_points)
+            pairs = reached(self.model, trials, self.coordinates)
         else:
-            pairs = _pairs(settings.bounds)
-            require(
-                pairs is not None and len(pairs) == self.dim,
-                "bounds",
-                settings.bounds,
-                f"{self.dim} pair(s), one for each number",
-            )
-            assert pairs is not None
-            self.grid = Grid.between(pairs, settings.num_points)
-        self._refine(_probes(trials[-1]))
+            found = _pairs(settings.bounds)
+            fits = found is not None and len(found) == self.dim
+            require(fits, "bounds", settings.bounds, f"{self.dim} pair(s), one for each number")
+            assert found is not None
+            pairs = found
+        extent = [high - low for low, high in pairs]
+        probes = probes_of(trials[-1], self.coordinates)
+        self.scale = [math.inf] * self.dim if probes is None else self._scale(probes, extent)
+        lengths = zip(extent, self.scale, strict=True)
+        self._wanted = max(CELLS_PER_SCALE * length / scale for length, scale in lengths)  # along an axis
+        self._n = n = self._per_axis(extent)
+        lay = Grid.around if settings.bounds is None else Grid.between
+        grid = lay(pairs, [length / n for length in extent])
+        self.coarse: GridRecursion | None = None
+        if settings.tolerance < math.inf:
+            self.coarse = copy(self)
+            self.coarse._transitions = {}
+            self.coarse._lay(lay(pairs, (COARSER * grid.finest).tolist()), probes)
+        self._lay(grid, probes)
+        self._require_inside(self.initial[:, None], None)
+
+    def _lay(self, grid: Grid, probes: Probes | None) -> None:
+        """Fit a grid to where densities and rewards jump, and tabulate what does not depend on actions."""
+        self.grid = grid
+        self._refine(None if probes is None else probes.seen)
         self.states = self.as_state(self.grid.points[None, None])
         self.initial = self._initial()
-        self._require_inside(self.initial[:, None], None)
         self.rewards = self._rewards()
+
+    def _per_axis(self, extent: Sequence[float]) -> int:
+        """Cells along each axis: as many as asked for, or as the scale of the densities needs."""
+        given, tolerant = self.settings.num_points, self.settings.tolerance == math.inf
+        number = _rounded_up(self._wanted**self.dim)
+        n = _per_axis(max(FEWEST, number) if given is None else given, self.dim)
+        if (given is None and number > MOST) or (2 * n < self._wanted and not tolerant):
+            raise ResolutionError(
+                f"grid: densities of observations of {type(self.model).__name__} vary over lengths of "
+                f"{', '.join(f'{length:.2g}' for length in self.scale)}, and states over "
+                f"{', '.join(f'{length:.2g}' for length in extent)}; "
+                f"it would take about {number:,} points (`num_points`), or closer `bounds`",
+                number,
+            )
+        return n
+
+    def _scale(self, probes: Probes, extent: Sequence[float]) -> list[float]:
+        """Over what length the densities of observations vary around the states that they were made in.
+
+        That is where the mean of the log-densities at a distance, both ways, has moved by 1/2: the standard
+        deviation of a normal sensor. Where that happens by a jump, it is no scale. Of all lengths, nearly the
+        smallest: some may be due to chance.
+        """
+        steps = 2.0 ** (-torch.arange(4, 100) / 2).flip(0)  # [K], ascending
+        found = []
+        for axis, length in enumerate(extent):
+            away = torch.zeros(2 * len(steps) + 1, self.dim)  # [2 K + 1, d]
+            away[:, axis] = length * torch.cat([torch.zeros(1), steps, -steps])
+            x = probes.x[:, None] + away
+            density = self._log_density(self.as_state(x[None]), x.shape[1], probes.seen)  # [C, B, 2 K + 1]
+            density = density[probes.context, torch.arange(len(x))]
+            here, up, down = density.split([1, len(steps), len(steps)], -1)
+            change = ((up + down) / 2 - here).abs()  # [B, K]
+            within = (change <= 0.5).long().cumprod(-1)
+            k = within.sum(-1).clamp(1, len(steps) - 1)[:, None]  # the first beyond
+            jumps = change.gather(-1, k - 1) < 0.1 * change.gather(-1, k)
+            beyond = ~jumps[:, 0] & (within[:, 0] > 0) & (within[:, -1] == 0)
+            scale = torch.where(beyond, length * steps[k[:, 0] - 1], torch.inf)
+            found.append(float(scale.kthvalue(1 + len(scale) // 20).values))
+        return found
 
     def as_state(self, x: Tensor) -> Any:
         """Points `[..., d]` as states with leaves `[..., *shape]`."""
@@ -280,20 +441,56 @@ class GridRecursion(DiscreteRecursion):
         states: State = self.as_state(self.grid.points[index] + (place - 0.5) * self.grid.widths[index])
         return states
 
+    def start(self, num_episodes: int) -> GridBelief:
+        """`P(s_0)`."""
+        p = super().start(num_episodes).probabilities
+        if self.coarse is None:
+            return GridBelief(p)
+        with torch.no_grad():
+            coarse = DiscreteRecursion.start(self.coarse, num_episodes).probabilities
+        return GridBelief(p, coarse, p.new_zeros(*p.shape[:2], 2), p.new_zeros(p.shape[:2]))
+
     @double_precision()
-    def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
+    def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[GridBelief, Tensor]:
         """Move by `seen.action`, then condition on what was seen."""
         assert seen.action is not None
+        assert isinstance(belief, GridBelief)
         predicted = self.predict(belief.probabilities, seen.action)
         self._require_inside(predicted, seen)
-        return self.look(DiscreteBelief(predicted), seen)
+        coarse = belief.coarse
+        if self.coarse is not None and coarse is not None:
+            with torch.no_grad():
+                coarse = self.coarse.predict(coarse, seen.action)
+        return self.look(replace(belief, probabilities=predicted, coarse=coarse), seen)
 
-    def look(self, belief: DiscreteBelief, seen: Seen) -> tuple[DiscreteBelief, Tensor]:
-        """Condition on what was seen."""
-        posterior, increment = super().look(belief, seen)
-        if posterior is not belief:
-            self._require_inside(posterior.probabilities, seen)
-        return posterior, increment
+    def look(self, belief: DiscreteBelief, seen: Seen) -> tuple[GridBelief, Tensor]:
+        """Condition on what was seen.
+
+        Raises:
+            ResolutionError: If what follows on a coarser grid differs by more than the tolerance.
+        """
+        assert isinstance(belief, GridBelief)
+        if seen.rows is not None and not len(seen.rows):
+            return belief, belief.probabilities.new_zeros(belief.probabilities.shape[:2])
+        posterior, increment = super().look(DiscreteBelief(belief.probabilities), seen)
+        self._require_inside(posterior.probabilities, seen)
+        found = replace(belief, probabilities=posterior.probabilities)
+        if self.coarse is not None:
+            assert belief.coarse is not None
+            assert belief.log_likelihoods is not None
+            assert belief.error is not None
+            with torch.no_grad():
+                other, roughly = DiscreteRecursion.look(self.coarse, DiscreteBelief(belief.coarse), seen)
+                both = torch.stack([increment.detach(), roughly], -1)
+                error = SAFETY * (both[..., 0] - both[..., 1]).abs().nan_to_num(0.0, posinf=torch.inf)
+                found = replace(
+                    found,
+                    coarse=other.probabilities,
+                    log_likelihoods=belief.log_likelihoods + both,
+                    error=belief.error + error,  # both impossible is no difference
+                )
+                self._require_resolved(belief, found, seen)
+        return found, increment
 
     def log_likelihood(self, seen: Seen) -> Tensor:
         """`log p(o | x, a, c)` at the points, and its mean over cells in which it jumps, `[C, B, G]`."""
@@ -334,8 +531,11 @@ class GridRecursion(DiscreteRecursion):
     def _push(
         self, program: str, x: Tensor | None, a: int, nodes: Nodes
     ) -> tuple[Tensor, Tensor, Enumerated]:
-        """Push points `[P, d]` through a program: where to, `[K, C, P, d]`, and the weights `[K, C, P]`."""
-        C, P = len(self.context), 1 if x is None else len(x)
+        """Push points `[P, d]` through a program: where to, `[K, C, P, d]`, and the weights `[K, C, P]`.
+
+        If the context makes no difference, its axis has the length 1.
+        """
+        P = 1 if x is None else len(x)
         with Enumerated(program, len(self.own), nodes) as enumerated:
             if x is None:
                 state = self.model.initial(self.context)
@@ -344,6 +544,7 @@ class GridRecursion(DiscreteRecursion):
                     self.as_state(x[None, None]), axes(torch.tensor([a]), len(self.own)), self.context
                 )
         added = enumerated.weights.shape[:-ENGINE_AXES]
+        C = max(enumerated.weights.shape[-ENGINE_AXES], self._num_contexts(state))
         where = self.coordinates(state, torch.Size((*added, C, 1, P)))
         weights = enumerated.weights.expand(*added, C, 1, P)
         if not bool(torch.isfinite(where).all()):
@@ -353,6 +554,12 @@ class GridRecursion(DiscreteRecursion):
                 f"in context '{self.model.context_names[c]}'"
             )
         return where.reshape(-1, C, P, self.dim), weights.reshape(-1, C, P), enumerated
+
+    def _num_contexts(self, state: Any) -> int:
+        """The length of a state's axis for contexts: 1 if the program did not look at them."""
+        pairs = zip(leaves(state), leaves(self.signature.state), strict=True)
+        axes = [(leaf.shape, -ENGINE_AXES - len(spec.shape)) for (_, leaf), (_, spec) in pairs]
+        return max(shape[axis] if len(shape) >= -axis else 1 for shape, axis in axes)
 
     def _nodes(self, program: str, x: Tensor | None, a: int) -> Nodes:
         """So many nodes that they come to lie no further apart than grid points."""
@@ -377,7 +584,7 @@ class GridRecursion(DiscreteRecursion):
 
     def _deposit(self, where: Tensor, weights: Tensor) -> Tensor:
         """Share out `[K, C, P, d]` among the grid's points, `[C, P, G]`."""
-        index, share = self.grid.shares(where)  # [K, C, P, 4**d]
+        index, share = self.grid.shares(where)  # [K, C, P, m**d]
         share = share * weights[..., None]
         table = torch.zeros(*where.shape[1:3], self.grid.size)
         return table.scatter_add_(-1, _last(index), _last(share))
@@ -389,14 +596,13 @@ class GridRecursion(DiscreteRecursion):
             many = 16_385 if dims == 1 else 385
             nodes = Nodes(max(many, len(nodes)), max(12.0, self.settings.reach or 0.0))
         table = self._deposit(*self._push("initial", None, 0, nodes)[:2])[:, 0]
-        table = table.clamp(min=0)
-        return table / table.sum(-1, keepdim=True)
+        return nonnegative(table[:, None], self.grid.shape)[:, 0].expand(len(self.context), -1)
 
     def _transition(self, a: int) -> Transition:
-        x, C = self.grid.points, len(self.context)
+        x = self.grid.points
         nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
-        K = len(self._push("transition", x[:1], a, nodes)[0])
-        size = max(1, min(BLOCK, AT_ONCE // (K * C * 4**self.dim)))
+        K, C = self._push("transition", x[:1], a, nodes)[0].shape[:2]
+        size = max(1, min(BLOCK, AT_ONCE // (K * C * SHARERS**self.dim)))
         bands, identity, signed, alike = [], True, False, True
         for start in range(0, len(x), BLOCK):
             block = x[start : start + BLOCK]
@@ -416,7 +622,7 @@ class GridRecursion(DiscreteRecursion):
             bands.append(Band(start, low, high, table))
         if alike:
             bands = [Band(band.start, band.low, band.high, band.weights[:1]) for band in bands]
-        return Transition(bands, identity, signed)
+        return Transition(bands, identity, signed, self.grid.shape)
 
     def _refine(self, probes: Seen | None) -> None:
         """Find out where densities and rewards jump, and make the grid fit."""
@@ -458,71 +664,71 @@ class GridRecursion(DiscreteRecursion):
             found.append(cells[jump_along(values, -1) | jump_along(values, -2)])
         return torch.cat(found)
 
+    def _require_resolved(self, predicted: GridBelief, belief: GridBelief, seen: Seen) -> None:
+        """Raise where an observation is out of reach, or the two grids differ.
+
+        Contexts that are far behind the likeliest need not be right, nor episodes that are over.
+        """
+        assert belief.log_likelihoods is not None
+        assert belief.error is not None
+        best = belief.log_likelihoods[..., 0].amax(0)  # [B]
+        behind = best - belief.log_likelihoods.amax(-1)  # [C, B]
+        counts = behind <= BEHIND if seen.alive is None else (behind <= BEHIND) & seen.alive
+        self._require_followed(predicted.probabilities, belief.probabilities, counts, seen)
+        vague = counts & (2.0**-52 * best.abs() > self.settings.tolerance)  # all states are as far off
+        for c, b in vague.nonzero()[:1].tolist():
+            raise self._out_of_reach(c, b, seen)
+        allowed = self.settings.tolerance * behind.clamp(min=1.0)
+        excess = torch.where(counts, belief.error / allowed, 0.0)
+        c, b = divmod(int(excess.argmax()), excess.shape[1])
+        worst = float(excess[c, b])
+        if worst <= 1:
+            return
+        # Errors fall with the fifth power at least; those of later steps are not known, and may be larger.
+        wanted = max(self._n * min(worst, 1e6) ** 0.2, self._wanted) ** self.dim
+        number = _rounded_up(max(wanted, 2 * self._n**self.dim))
+        raise ResolutionError(
+            f"grid: {self.grid.size:,} points are too few, as {self._place(c, b, seen)} the log-likelihood "
+            f"may be off by {float(belief.error[c, b]):.2g} nats, more than {float(allowed[c, b]):.2g} "
+            f"(`tolerance`); it would take about {number:,} or more (`num_points`)",
+            number,
+        )
+
+    def _require_followed(self, predicted: Tensor, posterior: Tensor, counts: Tensor, seen: Seen) -> None:
+        """Raise if an observation moves a belief to where a tail was cut: there, its density is too low."""
+        peak = posterior.argmax(-1, keepdim=True)  # [C, B, 1]
+        rare = counts & (predicted.gather(-1, peak)[..., 0] < RARE)
+        for c, b in rare.nonzero().tolist():
+            possible = (predicted[c, b] > 0).nonzero()[:, 0]
+            cells = torch.stack(torch.unravel_index(torch.cat([peak[c, b], possible]), self.grid.shape))
+            at, low, high = cells[:, 0], cells[:, 1:].amin(1), cells[:, 1:].amax(1)
+            if bool(((at <= low + 1) | (at >= high - 1)).any()):
+                raise self._out_of_reach(c, b, seen)
+
+    def _out_of_reach(self, c: int, b: int, seen: Seen) -> DensityError:
+        return DensityError(
+            f"grid: what was seen {self._place(c, b, seen)} is out of reach: only a state in the tails "
+            "that were cut explains it; give a larger `reach`, or see whether the data are the model's"
+        )
+
+    def _place(self, c: int, b: int, seen: Seen) -> str:
+        return f"at time {seen.time} of episode {seen.episode(b)} in context '{self.model.context_names[c]}'"
+
     def _require_inside(self, p: Tensor, seen: Seen | None) -> None:
         at_boundary = p[..., self.grid.boundary].sum(-1)  # [C, B]
         if bool((at_boundary > BOUNDARY_MASS).any()):
             c, b = (at_boundary > BOUNDARY_MASS).nonzero()[0].tolist()
-            when = "at the start" if seen is None else f"at time {seen.time} of episode {seen.episode(b)}"
+            context = f"'{self.model.context_names[c]}'"
+            where = f"at the start in context {context}" if seen is None else self._place(c, b, seen)
             raise DensityError(
-                f"grid: the state leaves the bounds {self.grid} {when} in context "
-                f"'{self.model.context_names[c]}' (probability {float(at_boundary[c, b]):.2g}); "
-                "give wider `bounds`"
+                f"grid: the state leaves the bounds {self.grid} {where} "
+                f"(probability {float(at_boundary[c, b]):.2g}); give wider `bounds`"
             )
 
 
 def _last(tensor: Tensor) -> Tensor:
     """`[K, C, P, W]` as `[C, P, K · W]`."""
     return tensor.permute(1, 2, 0, 3).flatten(2)
-
-
-def _trials(model: CPOMDP) -> list[Episodes]:
-    """Episodes under each constant action, then under random ones."""
-    B = 128 * model.num_contexts
-
-    def always(a: int) -> Callable[[History], Tensor]:
-        return lambda history: torch.full((B,), a, device=model.device)
-
-    policies: list[Any] = [*map(always, range(model.num_actions)), RandomPolicy(model.num_actions)]
-    with drawing(model):
-        return [simulate(model, policy, B, contexts="balanced", seed=0) for policy in policies]
-
-
-def _reached(
-    model: CPOMDP, trials: Sequence[Episodes], coordinates: Callable[[Any, torch.Size], Tensor]
-) -> list[tuple[float, float]]:
-    """Bounds of where episodes get to: several standard deviations around the mean, at any time."""
-    lows, highs = [], []
-    for trial in trials:
-        x = coordinates(trial.states, torch.Size((len(trial), trial.horizon + 1)))
-        x = x.unflatten(0, (-1, model.num_contexts))  # balanced contexts: [B / C, C, T+1, d]
-        mean, reach = x.mean(0), (7.0 if x.shape[-1] == 1 else 5.5) * x.std(0)  # in a plane, points are dear
-        lows.append(torch.minimum(mean - reach, x.amin(0)).flatten(0, 1).amin(0))
-        highs.append(torch.maximum(mean + reach, x.amax(0)).flatten(0, 1).amax(0))
-    low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
-    if not bool((high - low < FARTHEST).all()):  # NaN, if any is
-        raise DensityError(
-            f"grid: states of {type(model).__name__} get from {low.tolist()} to {high.tolist()}, "
-            "which no grid can cover; give `bounds`, or mend `transition`"
-        )
-    still = high - low <= 1e-9 * torch.maximum(low.abs(), high.abs())  # whatever the unit of measurement
-    low, high = torch.where(still, low - 0.5, low), torch.where(still, high + 0.5, high)
-    return list(zip(low.tolist(), high.tolist(), strict=True))
-
-
-def _probes(trial: Episodes, number: int = 64) -> Seen | None:
-    """Some steps of simulated episodes in which something was observed."""
-    seen = trial.observed.values()
-    flags = torch.stack([flags.flatten(2).any(2) if flags.dim() > 2 else flags for flags in seen])
-    where = flags.any(0).nonzero()  # [steps, 2]
-    if not len(where):
-        return None
-    b, t = where[torch.linspace(0, len(where) - 1, min(number, len(where))).long()].unbind(1)
-    return Seen(
-        1,
-        trial.actions[b, t],
-        {site: value[b, t] for site, value in trial.observations.items()},
-        {site: flags[b, t] for site, flags in trial.observed.items()},
-    )
 
 
 def _require_continuous(model: CPOMDP) -> None:
@@ -543,6 +749,16 @@ def _require_few_numbers(model: str, state: Any) -> int:
         shown = ", ".join(f"'{name}': {size}" for name, size in sizes.items())
         raise UnsupportedModelError(f"grid: the state of {model} has {total} numbers ({shown}), not 1 or 2")
     return total
+
+
+def _per_axis(num_points: int, dim: int) -> int:
+    return max(4, round(float(num_points ** (1 / dim))))
+
+
+def _rounded_up(number: float) -> int:
+    """To two digits, for people."""
+    unit = 10.0 ** max(0, math.floor(math.log10(max(1.0, number))) - 1)
+    return int(math.ceil(number / unit - 1e-9) * unit)
 
 
 def _pairs(bounds: Any) -> list[tuple[float, float]] | None:

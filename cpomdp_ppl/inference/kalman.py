@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,13 +19,22 @@ from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_st
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.enumeration import drawing
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
-from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.scoring import Scored, Seen, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
+
+SENSOR_POINTS = 512
+"""Points of a belief at which discrete observations are weighed."""
+
+ROUNDS = 6
+"""How often these points are moved to where the weight is, at the most."""
 
 MEMORY = 2**28
 """Bytes that smoothing may keep of a batch of episodes."""
@@ -87,12 +96,13 @@ class Transformed:
     @property
     def cross(self) -> Tensor:
         """Covariance of points and values, `[C, B, n, m]`."""
-        return self.covariance(self.inputs, self.outputs[:, :, : self.inputs.shape[2]])
+        return self.covariance(self.outputs[:, :, : self.inputs.shape[2]], self.inputs).mT
 
     def unexplained(self, J: Tensor) -> Tensor:
         """Covariance of what J times the values' deviations leave of the points', `[C, B, n, n]`."""
         nothing = self.outputs.shape[2] - self.inputs.shape[2]
-        inputs = torch.nn.functional.pad(self.inputs, (0, 0, 0, nothing)).to(J.dtype)
+        inputs = torch.nn.functional.pad(self.inputs, (0, 0, 0, nothing)) if nothing else self.inputs
+        inputs = inputs.to(J.dtype)
         left = inputs - product(self.outputs.to(J.dtype), J.mT)  # a sum of squares, whatever the rounding
         return self.covariance(left, left)
 
@@ -114,12 +124,36 @@ class Expected:
     observed: Tensor | None
 
 
+class _Discrete(Scored):
+    """Score the discrete sites alone."""
+
+    def __init__(self, seen: Seen, signature: Signature, discrete: Collection[str]) -> None:
+        super().__init__(seen, signature)
+        self.discrete = discrete
+        self.hidden = hidden_parents(signature, seen, discrete)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if name in self.discrete:
+            super()._pyro_sample(msg)
+        elif name in self.hidden:
+            raise unseen(name, self.seen.time, "they are discrete, which a Gaussian filter cannot average")
+        elif name in self.signature.observations:
+            value = self.seen.observations[name]
+            msg["value"] = value.reshape(1, len(value), 1, *value.shape[1:])
+
+
 class KalmanRecursion(Recursion):
     """A Gaussian belief, by whatever way of pushing Gaussians through functions a subclass brings.
+
+    Attributes:
+        discrete: Names of the discrete observation sites.
 
     Raises:
         UnsupportedModelError: If the programs cannot be read as Gaussian.
     """
+
+    sensing = Sensed
 
     def __init__(self, model: CPOMDP, reward_points: int) -> None:
         _require_sensible(model)
@@ -137,9 +171,13 @@ class KalmanRecursion(Recursion):
             state = model.transition(state, action, self.context)
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         self.transition_noise = transition.num_noise
-        self.num_values = sum(site.shape.numel() for site in self.signature.observations.values())
-        with Reparameterised("observation", own):
+        with Reparameterised("observation", own) as observation:
             model.observation(state, action, self.context)
+        self.discrete = observation.discrete
+        sites = self.signature.observations
+        self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
+        points = _normal_points(SENSOR_POINTS, self.coordinates.dim) if self.discrete else points
+        self.sensor_points = points.to(model.device, self.coordinates.dtype)
 
     @abstractmethod
     def transform(
@@ -207,41 +245,103 @@ class KalmanRecursion(Recursion):
         return updated, increment.index_copy_(1, rows, gained)
 
     def _update(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+        """Condition on the Gaussian sites, which leaves a narrower belief, then on the discrete ones."""
+        increment = belief.mean.new_zeros((), dtype=torch.float64)
+        if self.num_values:
+            belief, increment = self._condition(belief, seen)
+        if any(bool(seen.observed[name].any()) for name in self.discrete):
+            belief, gained = self._weigh(belief, seen)
+            increment = increment + gained
+        return belief, increment.expand(belief.mean.shape[:2])
+
+    def _condition(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
         """The Kalman update; what was not observed takes no part in it."""
         expected: Expected
+        sites = self.signature.observations
+        hidden = hidden_parents(self.signature, seen, sites.keys() - self.discrete)
+        gates = frozenset().union(*self.signature.dependencies.mask_parents.values())
+        for name in hidden & gates.union(self.discrete):
+            raise unseen(name, seen.time, "whatever it was, the others are Gaussian only if it is known")
+        num_noise = sum(sites[name].shape.numel() for name in hidden)
 
-        def observation(points: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+        def observation(points: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
             nonlocal expected
-            expected = self.expected(points, seen)
+            expected = self.expected(points, noise, seen)
             return expected.mean, expected.noise
 
-        sensed = self.transform(observation, self.num_values, belief)
+        sensed = self.transform(observation, self.num_values, belief, num_noise)
         values, observed = expected.values, expected.observed
         assert sensed.noise is not None
-        Z, R = sensed.outputs, sensed.noise  # [C, B, K, m], [C, B, m, m]
+        R = sensed.noise  # [C, B, m, m]
         innovation = values - sensed.mean  # [C, B, m]
         if observed is not None:
             # What was not observed becomes a number of its own, of variance 1, that was just as expected.
-            Z = torch.where(observed[:, None], Z, 0.0)
+            sensed = replace(sensed, outputs=torch.where(observed[:, None], sensed.outputs, 0.0))
             innovation = torch.where(observed, innovation, 0.0)
             pairs = observed[:, :, None] & observed[:, None]  # [B, m, m]
             R = torch.where(pairs, R, torch.eye(self.num_values, dtype=R.dtype, device=R.device))
-        S = sensed.covariance(Z, Z) + R
+        S = sensed.covariance(sensed.outputs, sensed.outputs) + R
 
-        scores, log_det, gain = self._solve(S, innovation, sensed.covariance(Z, sensed.inputs), seen)
+        scores, log_det, gain = self._solve(S, innovation, sensed.cross.mT, seen)
         number = self.num_values if observed is None else observed.sum(-1).double()  # of values seen, [B]
         distance = (innovation * scores).sum(-1) + log_det  # [C, B]
         increment = -0.5 * (distance.double() + math.log(2 * math.pi) * number)
 
         mean = belief.mean + product(gain.mT, innovation[..., None])[..., 0]
-        left = sensed.inputs - product(Z, gain)  # Joseph's form: a sum of squares, whatever the rounding
-        covariance = sensed.covariance(left, left) + product(product(gain.mT, R), gain)
+        covariance = sensed.unexplained(gain.mT) + product(product(gain.mT, R), gain)  # Joseph's form
         return GaussianBelief(mean, square_root(covariance)), increment
 
-    def expected(self, points: Tensor, seen: Seen) -> Expected:
-        """The `observation` program as a function of points `[C, B, K, D]`."""
+    def _weigh(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+        """Weigh points of the belief by the probability of the discrete sites, and take their moments.
+
+        Points come from a Gaussian q in the belief's own coordinates, u with `x = μ + L u`. It starts as the
+        belief, and follows the weights until it is about as wide as they are.
+        """
+        xi = self.sensor_points  # [P, D]
+        P, D = xi.shape
+        unit = torch.eye(D, dtype=xi.dtype, device=xi.device)
+        q = GaussianBelief(torch.zeros_like(belief.mean), unit.expand(*belief.mean.shape[:2], D, D))
+        for _ in range(ROUNDS):
+            u = q.mean[:, :, None] + product(xi, q.root.mT)  # [C, B, P, D]
+            log_ratio = 0.5 * (xi.square() - u.square()).sum(-1) + _log_det(q.root)[..., None]
+            points = belief.mean[:, :, None] + product(u, belief.root.mT)
+            log_p = self.log_density_of_discrete(points, seen).expand(u.shape[:3])
+            log_w = log_p + log_ratio  # [C, B, P]
+            impossible = (log_w == -torch.inf).all(-1, keepdim=True)
+            log_w = torch.where(impossible, log_ratio, log_w)
+            w = log_w.softmax(-1)
+            mean = (w[..., None] * u).sum(2)  # [C, B, D]
+            left = u - mean[:, :, None]
+            covariance = product((w[..., None] * left).mT, left)
+            enough = w.square().sum(-1) * P < 2  # at least half of the points count
+            if bool(enough.all()):
+                break
+            # A few points say little about spread: what they do not say stays as it was.
+            spread = covariance + w.square().sum(-1)[..., None, None] * q.covariance
+            q = GaussianBelief(mean, square_root(spread))
+        increment = log_w.double().logsumexp(-1) - math.log(P)
+        increment = torch.where(impossible.squeeze(-1), -torch.inf, increment)
+        # Where all points say the same, nothing is learned, and nothing is to be rounded either.
+        same = (log_p.amax(-1) == log_p.amin(-1)) | impossible.squeeze(-1)  # [C, B]
+        mean = belief.mean + product(belief.root, mean[..., None])[..., 0]
+        root = product(belief.root, square_root(covariance))
+        return GaussianBelief(
+            torch.where(same[..., None], belief.mean, mean),
+            torch.where(same[..., None, None], belief.root, root),
+        ), increment
+
+    def log_density_of_discrete(self, points: Tensor, seen: Seen) -> Tensor:
+        """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
         a = None if seen.action is None else axes(seen.action, len(self.own))
-        with Sensed(seen, self.signature, points.shape[:-1]) as sensed:
+        with _Discrete(seen, self.signature, self.discrete) as scored:
+            self.model.observation(self.coordinates.state(points), a, self.context)
+        assert scored.log_prob is not None
+        return marginalised(scored.log_prob).to(points.dtype)
+
+    def expected(self, points: Tensor, noise: Tensor | None, seen: Seen) -> Expected:
+        """The `observation` program as a function of points `[C, B, K, D]`, and of noise of hidden sites."""
+        a = None if seen.action is None else axes(seen.action, len(self.own))
+        with self.sensing(seen, self.signature, points.shape[:-1], self.discrete, noise) as sensed:
             self.model.observation(self.coordinates.state(points), a, self.context)
         dtype = self.coordinates.dtype
         return Expected(
@@ -323,7 +423,8 @@ class KalmanFilter(Backend):
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as have 2²³ numbers in the points at which rewards are averaged."""
         assert isinstance(recursion, KalmanRecursion)
-        return max(1, 2**23 // (model.num_contexts * recursion.normal_points.numel()))
+        points = recursion.normal_points.numel() + recursion.sensor_points.numel() * bool(recursion.discrete)
+        return max(1, 2**23 // (model.num_contexts * points))
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
@@ -469,11 +570,17 @@ def _require_sensible(model: CPOMDP) -> None:
     """Look at scales, at the mean of the first state, before torch draws with them."""
     own = (1,) * model.max_plate_nesting
     context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *own)
-    with torch.no_grad(), model.running(), suppress(UnsupportedModelError):  # which has its turn later
+    refused = (UnsupportedModelError, NotImplementedError)  # which have their turn later
+    with torch.no_grad(), model.running(), suppress(*refused):
         with Reparameterised("initial", len(own)):
             state = model.initial(context)
         with Reparameterised("observation", len(own)):
             model.observation(state, torch.zeros_like(context[:1]), context)
+
+
+def _log_det(L: Tensor) -> Tensor:
+    """`log |det L|` of lower triangular matrices `[…, D, D]`."""
+    return L.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

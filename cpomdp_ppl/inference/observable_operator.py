@@ -77,9 +77,10 @@ class ObservableOperator(Backend):
         return FiniteRecursion(model)
 
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
-        """As many as keep one step's likelihoods `[C, B, N]` within `MEMORY`."""
+        """As many as keep one step's likelihoods `[…, C, B, N]` within `MEMORY`."""
         assert model.states is not None
-        return max(1, MEMORY // (8 * model.num_contexts * model.states))
+        values = recursion.signature.dependencies.combinations
+        return max(1, MEMORY // (8 * model.num_contexts * model.states * values))
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
@@ -306,6 +307,7 @@ class FiniteRecursion(DiscreteRecursion):
         added = enumerated.weights.shape[: -len(shape)]
         (_, state), *_ = leaves(self.signature.broadcast(state, torch.Size((*added, *shape))))
         index = state.reshape(-1, C, A, N)
+        index = index.long() if index.dtype == torch.bool else index  # False is state 0, True is state 1
         weights = enumerated.weights.expand(*added, *shape).reshape(-1, C, A, N)
         self._require_states(program, index, weights)
         index = index.long().clamp(0, self.N - 1)  # values of probability zero may be anything

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import rejected, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
-from cpomdp_ppl.inference.particle_smoother import pick, smooth
+from cpomdp_ppl.inference.drawing import draw
+from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
-from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
+from cpomdp_ppl.inference.scoring import Seen, hidden_parents, log_density_of_seen
+from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 CELLS_AT_ONCE = 2**18
 """Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
+
+MOST_VALUES = 16
+"""A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +106,18 @@ class Cloud:
     Attributes:
         state: Leaves `[C, B, N, …]`.
         weights: Normalised, `[C, B, N]`.
-        eves: Which particle of time 0 each one descends from, `[C, B, N]`.
+        founders: Which particle of time 0 each one descends from, `[C, B, N]`.
         ess: Effective sample size `1 / Σ W²`, `[C, B]`.
         resampled: Which rows were resampled before the last move, bool `[C, B]`.
+        resampling_noise: The squared changes of the founders' shares by resampling, summed, `[C, B]`.
     """
 
     state: Any
     weights: Tensor
-    eves: Tensor
+    founders: Tensor
     ess: Tensor
     resampled: Tensor
+    resampling_noise: Tensor
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,7 @@ class SMC(Recursion):
             torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
             torch.full((C, B), float(N), device=device, dtype=self.dtype),
             torch.zeros((C, B), dtype=torch.bool, device=device),
+            torch.zeros((C, B), dtype=self.dtype, device=device),
         )
 
     def own_copy(self, state: Any, S: torch.Size) -> Any:
@@ -219,12 +227,19 @@ class SMC(Recursion):
             return replace(cloud, resampled=needed), None
         rows = needed.flatten().nonzero()[:, 0]  # [R] of C·B
         uniforms = uniforms.reshape(-1, uniforms.shape[-1])[rows % B if self.common else rows]
-        weights = cloud.weights.view(C * B, N)
-        offspring = Offspring(rows, scheme(weights[rows], uniforms))
+        weights, founders = cloud.weights.view(C * B, N), cloud.founders.view(C * B, N)
+        before = weights.index_select(0, rows)  # [R, N]
+        offspring = Offspring(rows, scheme(before, uniforms))
         map_state(offspring.inherit_, cloud.state)
-        offspring.inherit_(cloud.eves)
+        was = founders.index_select(0, rows).long()
+        now = was.gather(1, offspring.ancestors.long())
+        founders.index_copy_(0, rows, now.to(founders.dtype))
+        change = torch.zeros_like(before).scatter_add_(1, was, before)  # of the founders' shares, [R, N]
+        change.scatter_add_(1, now, torch.full_like(before, -1.0 / N))
+        noise = cloud.resampling_noise.flatten().index_add(0, rows, change.square_().sum(1)).view(C, B)
         weights.index_fill_(0, rows, 1.0 / N)
-        return replace(cloud, ess=torch.where(needed, float(N), cloud.ess), resampled=needed), offspring
+        ess = torch.where(needed, float(N), cloud.ess)
+        return replace(cloud, ess=ess, resampled=needed, resampling_noise=noise), offspring
 
     def move(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor | None]:
         """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
@@ -236,16 +251,12 @@ class SMC(Recursion):
         """Multiply the weights by the density of what was seen. Returns the evidence increment `[C, B]`."""
         C, B, _ = cloud.weights.shape
         rows = None if log_ratio is not None else seen.rows
-        state, weights = cloud.state, cloud.weights
-        if rows is not None:  # nothing was seen in the other rows, so nothing changes there
-            if len(rows) == 0:
-                return cloud, torch.zeros(C, B, dtype=torch.float64, device=weights.device)
-            seen = seen.select(rows)
-            state = map_state(lambda leaf: leaf.index_select(1, rows), state)
-            weights = weights.index_select(1, rows)
-        log_weights = weights.log() + log_density_of_seen(
-            self.model, self.signature, state, self.context, seen, draw=True
-        )
+        density = self.log_density(cloud, seen, rows)
+        if density is None:
+            return cloud, torch.zeros(C, B, dtype=torch.float64, device=cloud.weights.device)
+        # Where nothing was seen, nothing changes.
+        weights = cloud.weights if rows is None else cloud.weights.index_select(1, rows)
+        log_weights = weights.log() + density
         if log_ratio is not None:
             log_weights += log_ratio
         highest = log_weights.amax(-1, keepdim=True)  # [C, B', 1]
@@ -268,6 +279,30 @@ class SMC(Recursion):
             torch.zeros(C, B, dtype=torch.float64, device=ess.device).index_copy_(1, rows, increment),
         )
 
+    def log_density(self, cloud: Cloud, seen: Seen, rows: Tensor | None) -> Tensor | None:
+        """`log p(o | s, a, c)` in some of the episodes (None: all), `[C, B', N]`; None if those are none."""
+        # Drawn in any case: what one episode saw must not change the random numbers of another.
+        seed = int(torch.randint(2**31, ())) if self.signature.dependencies.parents else 0
+        S, state = cloud.weights.shape, cloud.state
+        if rows is not None:
+            if len(rows) == 0:
+                return None
+            some = seen.select(rows)
+            if not hidden_parents(self.signature, some):  # which might be drawn, for all episodes alike
+                seen, state = some, map_state(lambda leaf: leaf.index_select(1, rows), state)
+                rows = None
+
+        def draw_hidden(name: str, fn: Any) -> Tensor:
+            site = list(self.signature.observations).index(name)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed_for(seed, site))
+                return draw(fn, torch.Size((*S, *self.own)), self.common)
+
+        density = log_density_of_seen(
+            self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=MOST_VALUES
+        )
+        return density if rows is None else density.expand(S).index_select(1, rows)
+
     def ess(self, cloud: Cloud) -> Tensor:
         """Of the weights."""
         return cloud.ess
@@ -282,13 +317,13 @@ class SMC(Recursion):
         return weighted_sum(cloud.weights, self.reward(cloud.state, action, (C, B, N)))
 
     def moments(self, cloud: Cloud) -> tuple[Any, Any]:
-        """Weighted means and variances of the particles."""
+        """Weighted means and variances of the particles; of booleans, as of 0 and 1."""
 
         def mean(leaf: Tensor) -> Tensor:
             return weighted_sum(cloud.weights, leaf)
 
         def variance(leaf: Tensor, m: Tensor) -> Tensor:
-            return weighted_sum(cloud.weights, (leaf - m.unsqueeze(2)) ** 2)
+            return weighted_sum(cloud.weights, (as_real(leaf) - m.unsqueeze(2)) ** 2)
 
         means = map_state(mean, cloud.state)
         return means, map_state(variance, cloud.state, means)
@@ -308,15 +343,26 @@ class SMC(Recursion):
         return smooth(self, episodes, num_trajectories, offset)
 
     def standard_error(self, cloud: Cloud) -> Tensor:
-        """Estimated standard error of the log-likelihood, `[C, B]`.
+        """Estimated standard error of the log-likelihood, `[C, B]`; see `Filtering.standard_error`.
 
-        Families of particles that descend from the same one at time 0 are what is independent in a particle
-        filter, so the spread of their shares tells the error (Chan and Lai, 2013). Once all descend from one,
-        nothing can be told any more, and the estimate stays near 1.
+        Families of particles that descend from the same founder are what is independent in a particle filter
+        (Chan and Lai, 2013). This is the jackknife over them: how much the log-likelihood changes if one
+        family, with its share S of the weights, is left out, which is `log(1 - S)` but for a constant. To
+        take S itself, as is usual, falls short where few families hold most of the weight; the jackknife's
+        variance is on average too large rather than too small (Efron and Stein, 1981).
+
+        Resampling makes shares more unequal even where all particles weigh the same and the likelihood stays
+        as it is. What it added to the squares is taken off, which for the multinomial scheme is to first
+        order the correction of Lee and Whiteley (2018). As a sum of N squares it is known to a relative error
+        of √(2/N), and below that error nothing is known of the variance either.
         """
-        N = cloud.weights.shape[2]
-        shares = torch.zeros_like(cloud.weights).scatter_add(2, cloud.eves.long(), cloud.weights)  # [C, B, N]
-        return (shares.square().sum(-1) - 1.0 / N).clamp(min=0).sqrt()
+        N = self.N
+        weights, noise = cloud.weights.double(), cloud.resampling_noise
+        shares = torch.zeros_like(weights).scatter_add_(2, cloud.founders.long(), weights)  # [C, B, N]
+        left_out = (-shares / shares.sum(-1, keepdim=True)).log1p_()
+        variance = left_out.var(-1, unbiased=False) * (N - 1)  # NaN if a single family has all the weight
+        error = torch.maximum(variance - noise, (2 / N) ** 0.5 * noise).sqrt()
+        return torch.where(error.isnan(), torch.inf, error).to(cloud.weights.dtype)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

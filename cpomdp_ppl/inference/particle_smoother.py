@@ -12,9 +12,10 @@ from torch import Tensor
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
+from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.resampling import choose
-from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
+from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.smoothing import Smoothing, trajectories_in_time
 from cpomdp_ppl.state import leaves, map_state
 

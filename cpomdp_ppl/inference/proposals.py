@@ -10,9 +10,10 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Recorded
+from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed, block_diagonal
-from cpomdp_ppl.inference.scoring import Seen, axes, log_density, unmasked
+from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -128,15 +129,17 @@ class LookAhead(Bootstrap):
         state = self.signature.broadcast(state, torch.Size((self.model.num_contexts, 1, 1)))
         with Reparameterised("transition", self.own) as transition:
             state = self.model.transition(state, zero, self.context)
-        with Reparameterised("observation", self.own):
+        with Reparameterised("observation", self.own) as observation:
             self.model.observation(state, zero, self.context)
         self.num_noise = transition.num_noise
-        self.num_values = sum(site.shape.numel() for site in self.signature.observations.values())
+        self.discrete = observation.discrete  # has no say in where to look
+        sites = self.signature.observations
+        self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
 
     def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, Any]:
         """Draw the noise looking ahead, and move with it."""
         assert seen.action is not None
-        if not self.num_noise or (seen.rows is not None and not len(seen.rows)):
+        if not self.num_noise or not self.num_values or (seen.rows is not None and not len(seen.rows)):
             return super().transition(state, shape, seen)
         mean, root = self._posterior(state, shape, seen)  # [C, B, N, E], [C, B, N, E, E]
         noise_shape = (1 if self.common else shape[0], *shape[1:], self.num_noise)
@@ -187,7 +190,7 @@ class LookAhead(Bootstrap):
             noise = torch.zeros((*batch, E), dtype=first.dtype, device=first.device, requires_grad=True)
             with Reparameterised("transition", self.own, noise):
                 moved = self.model.transition(repeated, action, self.context)
-            with Sensed(seen, self.signature, batch) as sensed:
+            with Sensed(seen, self.signature, batch, self.discrete) as sensed:
                 self.model.observation(self.signature.broadcast(moved, batch), action, self.context)
             mean = torch.cat(sensed.means, -1).reshape(C, B, N, m, m)
             jacobian = None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions import MaskedDistribution
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import constraints
 
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.handlers import is_deterministic, mask_of
+from cpomdp_ppl.inference.density import log_density, unmasked
+from cpomdp_ppl.inference.enumeration import ENGINE_AXES, Enumerated, support_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Signature
 
-
-HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+MOST_VALUES = 64
+"""Over how many combinations of values of hidden sites to sum, at the most."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,52 @@ def axes(tensor: Tensor, own: int = 0) -> Tensor:
     return tensor.reshape(1, -1, 1, *[1] * own)
 
 
+def hidden_parents(
+    signature: Signature, seen: Seen, children: Collection[str] | None = None
+) -> frozenset[str]:
+    """Sites that were not seen everywhere, though the distribution of something that was depends on them.
+
+    Args:
+        signature: Of the model.
+        seen: The step.
+        children: The sites whose distributions are of interest; None for all.
+    """
+    parents = signature.dependencies.parents
+    if not parents or seen.everything:
+        return frozenset()
+    needed: set[str] = set()
+    for name in reversed(list(signature.observations)):  # what comes later has its say first
+        counts = (children is None or name in children) and bool(seen.observed[name].any())
+        if name in parents and (counts or name in needed):
+            needed |= parents[name]
+    return frozenset(name for name in needed if not bool(seen.observed[name].all()))
+
+
+def unseen(name: str, time: int, why: str) -> UnsupportedModelError:
+    """The error that a site was not seen that others depend on, and why that cannot be helped."""
+    return UnsupportedModelError(
+        f"observation: other sites depend on site '{name}', which was not observed in every episode at time "
+        f'{time}, and {why}; the particle filter ("smc") can do without it'
+    )
+
+
+Draw: TypeAlias = Callable[[str, Any], Tensor]
+"""From the name of a site and its distribution to a value for every particle."""
+
+
 def log_density_of_seen(
-    model: CPOMDP, signature: Signature, state: Any, context: Tensor, seen: Seen, *, draw: bool = False
+    model: CPOMDP,
+    signature: Signature,
+    state: Any,
+    context: Tensor,
+    seen: Seen,
+    *,
+    draw: Draw | None = None,
+    most: int = MOST_VALUES,
 ) -> Tensor:
     """`log p(o | s, a, c)` of everything observed in a step, for every state.
+
+    A site that was not observed, but on which others depend that were, is summed over.
 
     Args:
         model: The CPOMDP.
@@ -93,32 +135,49 @@ def log_density_of_seen(
         state: Leaves `[C, B, N, …]`.
         context: `[C, 1, 1]` (with the program's own axes).
         seen: The step.
-        draw: Whether to draw the value of a site that was not observed, but that others depend on: right for
-            particles, each of which then has one; without, such a step is refused.
+        draw: Draws the values of such sites where they cannot be summed over: right for particles, each of
+            which then has one; without, such a step is refused.
+        most: Over how many combinations of values to sum.
 
     Returns:
         `[C, B, N]`, or a shape that broadcasts to it.
+
+    Raises:
+        UnsupportedModelError: If a site cannot be summed over, and there is nothing to draw with.
     """
     action = None if seen.action is None else axes(seen.action, model.max_plate_nesting)
-    with Scored(seen, signature, draw) as scored:
+    with Scored(seen, signature, draw, most) as scored:
         model.observation(state, action, context)
     if scored.log_prob is None:
         raise ObservationError("observation: none of its sites was given in the episodes")
-    return scored.log_prob
+    return marginalised(scored.log_prob)
 
 
-class Scored(Messenger):
+def marginalised(log_prob: Tensor) -> Tensor:
+    """Sum over the values of hidden sites, which are on axes left of `[C, B, N]`."""
+    added = log_prob.dim() - ENGINE_AXES
+    return log_prob.flatten(0, added - 1).logsumexp(0) if added > 0 else log_prob
+
+
+class Scored(Enumerated):
     """Give every observation site what was seen there, and add up the log-densities.
 
+    A site that was not seen takes all its values at once, on new axes, if others depend on it.
+
     Attributes:
-        log_prob: The sum so far, `[C, B, N]`; sites in the program's own plates are summed over those.
+        log_prob: The sum so far, `[…, C, B, N]`; sites in the program's own plates are summed over those.
     """
 
-    def __init__(self, seen: Seen, signature: Signature, draw: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, seen: Seen, signature: Signature, draw: Draw | None = None, most: int = MOST_VALUES
+    ) -> None:
+        own = next(len(site.plates) for site in signature.observations.values())
+        super().__init__("observation", own)
         self.seen = seen
         self.signature = signature
         self.draw = draw
+        self.left = most
+        self.hidden = hidden_parents(signature, seen)
         self.log_prob: Tensor | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -131,97 +190,79 @@ class Scored(Messenger):
         flags = self.seen.observed[name]  # [B, *plates]
         at_cells = flags.reshape(1, B, 1, *spec.plates)
         everywhere = self.seen.everything or bool(flags.all())
-        self.require_visible(name, mask_of(msg), None if everywhere else at_cells)
-        msg["value"] = value
-        if not everywhere and name in self.signature.parents:
-            self.require_drawing(name)
-            event = (1,) * (value.dim() - at_cells.dim())
-            msg["value"] = torch.where(at_cells.reshape(at_cells.shape + event), value, fn.sample())
-        log_prob = log_density(fn, value)  # [C, B, N, *plates]
+        possible = self.possible(name, mask_of(msg), None if everywhere else at_cells)
+        log_prob = log_density(fn, value, name)  # [C, B, N, *plates]
         if not everywhere:
             log_prob = torch.where(at_cells, log_prob, log_prob.new_zeros(()))
+        if possible is not None:
+            log_prob = torch.where(possible, log_prob, -torch.inf)
+        msg["value"] = value
+        if name in self.hidden:
+            others, log_prior = self.others(name, fn, at_cells)
+            event = (1,) * (value.dim() - at_cells.dim())
+            msg["value"] = torch.where(at_cells.reshape(at_cells.shape + event), value, others)
+            log_prob = log_prob + log_prior
         if spec.plates:
-            log_prob = log_prob.flatten(3).sum(-1)
+            log_prob = log_prob.flatten(-self.own).sum(-1)
         self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
 
-    def require_drawing(self, name: str) -> None:
-        """Raise if a site that others depend on was not observed, and there is no way to marginalise it."""
-        if not self.draw:
-            raise UnsupportedModelError(
-                f"observation: other sites depend on site '{name}', which was not observed in every episode "
-                f'at time {self.seen.time}; only the particle filter ("smc") can marginalise it'
-            )
+    def others(self, name: str, fn: Any, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """What a hidden site may have been, and how likely that is where it was not seen, `[…, *plates]`.
 
-    def require_visible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
-        """Raise where something was observed (None: everywhere) that the program masks."""
+        Where it was seen, all its values stand for the same one and share its probability.
+        """
+        base, independent = fn, 0
+        while isinstance(base, dist.Independent):
+            base, independent = base.base_dist, independent + base.reinterpreted_batch_ndims
+        support = support_of(base)
+        cells = (*self._plates(fn), *fn.event_shape[:independent])
+        many = None if support is None else len(support) ** math.prod(cells)
+        if many is None or many > self.left:
+            if self.draw is None:
+                number = "infinitely many" if many is None else f"{many} (at most {self.left} here)"
+                raise unseen(name, self.seen.time, f"its values are too many to be summed over: {number}")
+            return self.draw(name, fn), torch.zeros((), device=seen.device)
+        assert support is not None
+        self.left //= many
+        values = support[self._grid(torch.arange(len(support), device=support.device), cells)]
+        self.axes += math.prod(cells)
+        log_p = log_density(base, values, name)  # [K, …, K, C, B, N, *cells]
+        log_p = log_p.flatten(-independent).sum(-1) if independent else log_p
+        shared = -math.log(len(support)) * math.prod(fn.event_shape[:independent])
+        return values, torch.where(seen, shared, log_p)
+
+    def possible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> Tensor | None:
+        """Where what was observed (None: everywhere) can have been seen, as the program masks it; None: all.
+
+        That may depend on what a hidden site was; a value of the site that masks what was seen is impossible.
+
+        Raises:
+            ObservationError: If something was observed that the program masks whatever the others were.
+        """
         if mask is True:
-            return
+            return None
         visible = mask if isinstance(mask, Tensor) else torch.as_tensor(mask)
         if 0 in visible.stride():
             visible = _unexpanded(visible)
+        visible = visible.reshape((1,) * (ENGINE_AXES + self.own - visible.dim()) + visible.shape)
         if observed is not None:
             visible = visible | ~observed
-        if not bool(visible.all()):
-            B = len(self.seen.observed[name])
-            hidden = ~visible.expand(torch.broadcast_shapes(visible.shape, (1, B, 1, *visible.shape[3:])))
-            b = int(hidden.nonzero()[0, 1])
-            raise ObservationError(
-                f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
-                "but the program masks it out there"
-            )
+        if bool(visible.all()):
+            return None
+        depends = not self.hidden.isdisjoint(self.signature.dependencies.mask_parents.get(name, ()))
+        B, first = len(self.seen.observed[name]), visible.dim() - ENGINE_AXES - self.own
+        shown = visible.expand(*visible.shape[: first + 1], B, *visible.shape[first + 2 :])
+        if depends:  # along the values of hidden sites, or from particle to particle
+            shown = shown.flatten(0, first).any(0)[None].any(2, keepdim=True)
+        if bool(shown.all()):
+            return visible
+        b = int((~shown).nonzero()[0, shown.dim() - self.own - 2])
+        raise ObservationError(
+            f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
+            "but the program masks it out there"
+        )
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
     """A tensor with the axes along which it was merely expanded back at size 1."""
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
-
-
-def unmasked(fn: Any) -> Any:
-    """A distribution without its masks."""
-    if isinstance(fn, MaskedDistribution):
-        return unmasked(fn.base_dist)
-    if isinstance(fn, dist.Independent):
-        base = unmasked(fn.base_dist)
-        return fn if base is fn.base_dist else dist.Independent(base, fn.reinterpreted_batch_ndims)
-    return fn
-
-
-def log_density(fn: Any, value: Tensor) -> Tensor:
-    """`fn.log_prob(value)`, but `-inf` wherever the value is impossible.
-
-    torch does not say so by itself: with validation off, densities outside the support are arbitrary,
-    and probabilities of 0 and 1 are clamped.
-    """
-    if fn.support is constraints.real:
-        return _log_prob(fn, value)  # observations are finite where they count
-    inside = fn.support.check(value)
-    if not bool(inside.all()):
-        at_events = inside.reshape(inside.shape + (1,) * len(fn.event_shape))
-        value = torch.where(at_events, value, _possible_value(fn, value))
-        return torch.where(inside, _log_prob(fn, value), -torch.inf)
-    return _log_prob(fn, value)
-
-
-def _possible_value(fn: Any, like: Tensor) -> Tensor:
-    """Some value inside a distribution's support, to evaluate its density where it will not count."""
-    for constant in (0.0, 1.0, 0.5):
-        candidate = torch.full_like(like, constant)
-        if bool(fn.support.check(candidate).all()):
-            return candidate
-    mean: Tensor = fn.mean
-    return mean
-
-
-def _log_prob(fn: Any, value: Tensor) -> Tensor:
-    if type(fn) is dist.Normal:  # in half the passes over memory that torch takes
-        z = (value - fn.loc).div_(fn.scale)
-        return z.square_().mul_(-0.5).sub_(fn.scale.log()).sub_(HALF_LOG_2PI)
-    if isinstance(fn, dist.Bernoulli) and "probs" in vars(fn):
-        return torch.where(value > 0.5, fn.probs, 1 - fn.probs).log()
-    if isinstance(fn, dist.Categorical) and "probs" in vars(fn):
-        index = value.long()[..., None]
-        shape = torch.broadcast_shapes(fn.probs.shape[:-1], value.shape)
-        probs = fn.probs.expand(*shape, -1)
-        return probs.gather(-1, index.expand(*shape, 1)).squeeze(-1).log()
-    log_prob: Tensor = fn.log_prob(value)
-    return log_prob

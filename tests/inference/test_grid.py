@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -219,10 +220,10 @@ def test_no_numerical_diffusion():
     assert torch.equal(found.increments, torch.zeros(2, 3, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("model", [Walk(), EyesOpen(), Plates()])
-def test_other_programs_run(model):
+@pytest.mark.parametrize(("model", "points"), [(Walk(), 400), (EyesOpen(), 400), (Plates(), 2100)])
+def test_other_programs_run(model, points):
     episodes = simulate(model, RandomPolicy(2), 4, seed=0)
-    backend = GridFilter(400)
+    backend = GridFilter(points)
     found = backend.run(model, episodes)
     assert found.log_likelihood.isfinite().all()
     assert found.state_mean.shape[:3] == (4, 4, 2)
@@ -351,8 +352,11 @@ def test_outliers_are_followed_into_the_tails(sd, z):
 
 
 @pytest.mark.parametrize("z", [1e3, 1e9, -1e9, 1e19, 1e30])
-def test_what_is_far_out_of_reach_is_not_nan(z):
-    found = GridFilter(bounds=(-20, 20)).run(Outlier(0.1), once(z))
+def test_what_is_far_out_of_reach_is_refused(z):
+    """Only tails that were cut explain it: the grid would be off by more than there are nats to spare."""
+    with pytest.raises(DensityError, match="at time 1 of episode 0 in context '0' is out of reach"):
+        GridFilter(bounds=(-20, 20)).run(Outlier(0.1), once(z))
+    found = GridFilter(bounds=(-20, 20), tolerance=math.inf).run(Outlier(0.1), once(z))
     assert found.log_likelihood.item() < -1e5  # not NaN
     assert found.state_mean.isfinite().all()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
+import scipy.stats
 import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
@@ -560,9 +561,9 @@ class Gust(Walk):
         return state + pyro.sample("gust", dist.Gamma(1.0, 1.0))
 
 
-class Clicks(Walk):
+class Waits(Walk):
     def observation(self, state, action, context):
-        pyro.sample("clicks", dist.Poisson(state.exp()))
+        pyro.sample("wait", dist.Exponential(state.exp()))
 
 
 class Forced(Walk):
@@ -575,7 +576,7 @@ class Forced(Walk):
     ("model", "message"),
     [
         (Gust, "transition: site 'gust' is Gamma"),
-        (Clicks, "observation: site 'clicks' is Poisson"),
+        (Waits, "observation: site 'wait' is Exponential"),
         (Forced, "transition: site 'seen inside' is given its value"),
     ],
 )
@@ -707,3 +708,79 @@ def test_smoothing_in_chunks_agrees(backend, monkeypatch):
             leaves(getattr(whole, name)), leaves(getattr(chunks, name)), strict=True
         ):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Gated(Walk):
+    """Detected or not, which depends on where one is; and where, if so."""
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 2.0))
+
+    def observation(self, state, action, context):
+        odds = 3.0 - 2.0 * (state - context).abs()
+        detected = pyro.sample("detected", dist.Bernoulli(logits=odds))
+        pyro.sample("z", dist.Normal(state, 0.3).mask(detected == 1))
+
+
+class Clicks(Walk):
+    """A counter that clicks the faster the further right one is, and nothing else."""
+
+    def observation(self, state, action, context):
+        pyro.sample("clicks", dist.Poisson((2.0 + 0.5 * state + 0.3 * context).exp()))
+
+
+def density_of_first(model, action, seen, c):
+    """`log p(o_1)` by adding up 8,000 points of a line."""
+    variance = (2.0 if isinstance(model, Gated) else 1.0) ** 2 + (1.0 + c) ** 2
+    x = np.linspace(-25.0, 25.0, 8001)
+    prior = scipy.stats.norm.pdf(x, action, variance**0.5) * (x[1] - x[0])
+    if isinstance(model, Clicks):
+        return np.log(prior @ scipy.stats.poisson.pmf(seen["clicks"], np.exp(2.0 + 0.5 * x + 0.3 * c)))
+    probability = 1 / (1 + np.exp(-(3.0 - 2.0 * np.abs(x - c))))
+    if seen["detected"]:
+        return np.log(prior @ (probability * scipy.stats.norm.pdf(seen["z"], x, 0.3)))
+    return np.log(prior @ (1 - probability))
+
+
+@pytest.mark.parametrize("model", [Gated(), Clicks()])
+def test_discrete_sites_are_weighed_at_points_of_the_belief(backend, model):
+    model.check()
+    episodes = simulate(model, RandomPolicy(2), 40, contexts="balanced", seed=1)
+    found = backend.run(model, episodes)
+    for b in range(40):
+        seen = {site: float(values[b, 0]) for site, values in episodes.observations.items()}
+        for c in (0, 1):
+            truth = density_of_first(model, float(episodes.actions[b, 0]), seen, c)
+            assert abs(found.increments[b, 0, c] - truth) < 2e-3
+    assert bool(torch.isfinite(found.log_likelihood).all())
+
+
+def test_a_discrete_site_that_says_nothing_about_the_state_changes_nothing_but_the_likelihood(backend):
+    class Coin(Walk):
+        def observation(self, state, action, context):
+            super().observation(state, action, context)
+            pyro.sample("heads", dist.Bernoulli(0.2 + 0.5 * context))
+
+    episodes = simulate(Coin(), RandomPolicy(2), 10, seed=0)
+    walk = replace(
+        episodes,
+        observations={"z": episodes.observations["z"]},
+        observed={"z": episodes.observed["z"]},
+    )
+    found, without = backend.run(Coin(), episodes), backend.run(Walk(), walk)
+    assert torch.equal(found.state_mean, without.state_mean)
+    assert torch.equal(found.state_variance, without.state_variance)
+    heads = episodes.observations["heads"][..., None]
+    coin = dist.Bernoulli(torch.tensor([0.2, 0.7])).log_prob(heads)
+    assert torch.allclose(found.increments - without.increments, coin.double(), atol=1e-6)
+
+
+def test_a_discrete_site_that_was_not_seen_is_refused_if_gaussian_ones_depend_on_it(backend):
+    class Outlier(Walk):
+        def observation(self, state, action, context):
+            outlier = pyro.sample("outlier", dist.Bernoulli(0.1).mask(torch.tensor(False)))
+            pyro.sample("z", dist.Normal(state, 1.0 + 7.0 * outlier))
+
+    episodes = simulate(Outlier(), RandomPolicy(2), 2, seed=0)
+    with pytest.raises(UnsupportedModelError, match="depend on site 'outlier'"):
+        backend.run(Outlier(), episodes)

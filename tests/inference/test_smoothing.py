@@ -5,6 +5,7 @@ Limits are in standard errors of M independent draws.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -249,7 +250,8 @@ def test_bad_arguments_are_named(name):
 
 @pytest.mark.parametrize(("make", "name"), [*SHORT, (lambda: PLANE, "grid"), (lambda: PLANE, "ukf")])
 def test_draws_have_the_moments_of_the_belief(make, name):
-    model, backend = make(), quick(name)
+    model = make()
+    backend = GridFilter(1200) if model is PLANE and name == "grid" else quick(name)  # 200 are too few
     episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
     online = backend.online(model, 2, seed=0)
     if model.initial_observation:
@@ -290,7 +292,7 @@ def test_kalman_draws_have_the_covariance_of_the_belief(name):
 def test_draws_of_the_grid_fill_its_cells():
     """A coarse grid's draws are spread over the cells as the belief is over the points, evenly in each."""
     with inferring(LINE, 0):
-        recursion = GridFilter(20).recursion(LINE)
+        recursion = GridFilter(20, tolerance=math.inf).recursion(LINE)
         belief = recursion.start(1)
         x = recursion.draw(belief, 20 * M)[0, 0, :, 0].double()
     edges = recursion.grid.edges[0]

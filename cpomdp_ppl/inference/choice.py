@@ -1,0 +1,67 @@
+"""Which backend to take for a model if nobody says: quick, and never biased."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
+from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.observable_operator import MEMORY, ObservableOperator
+from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.simulate import simulate
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.model import CPOMDP
+
+
+def default_backend(model: CPOMDP) -> Backend:
+    """The backend that serves a model well where many likelihoods are wanted, as in a fit.
+
+    That is `exact` for a finite model with no more states than the particle filter would have particles, if
+    its tables fit in memory: it is then as quick, and has no noise. For all others it is the particle filter
+    with its default settings, whose likelihoods are unbiased whatever the program. A Kalman filter is never
+    taken unasked: that a program is linear and Gaussian cannot be told from running it, and where it is not,
+    the filter is biased.
+
+    Example:
+        >>> from cpomdp_ppl.models import LightDark, LineGrid
+        >>> default_backend(LineGrid()).name, default_backend(LightDark()).name
+        ('exact', 'smc')
+    """
+    exact, particles = ObservableOperator(), ParticleFilter()
+    N = model.states
+    if N is None or particles.num_particles < N:
+        return particles
+    if 8 * model.num_contexts * model.num_actions * N**2 > MEMORY:
+        return particles
+    return exact if _serves(exact, model) else particles
+
+
+def backend_for(model: CPOMDP, likelihood: str | Backend | None) -> Backend:
+    """A backend as it is, or by its name; the model's `default_backend` if there is none."""
+    return default_backend(model) if likelihood is None else as_backend(likelihood)
+
+
+def _serves(backend: Backend, model: CPOMDP) -> bool:
+    """Whether a backend can follow episodes of a model, whichever of their sites were observed.
+
+    A policy may come upon combinations that random actions do not: each site is hidden in turn.
+    """
+    episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
+    sites = list(episodes.observed)
+    if not sites:  # whoever needs something to see will say so
+        return False
+    for hidden in (None, *(sites if len(sites) > 1 else [])):
+        observed = {name: flags & (name != hidden) for name, flags in episodes.observed.items()}
+        first = episodes.initially_observed
+        if first is not None:
+            first = {name: flags & (name != hidden) for name, flags in first.items()}
+        some = replace(episodes, observed=observed, initially_observed=first)
+        try:
+            backend.run(model, some, seed=0, moments=False)
+        except (UnsupportedModelError, DensityError, DegenerateWeightsError):
+            return False
+    return True

@@ -1,0 +1,175 @@
+"""Which backend to trust with a model: by errors that were estimated on simulated episodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError, require_model
+from cpomdp_ppl.inference.backend import inferring, steps
+from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
+from cpomdp_ppl.inference.gaussian import Reparameterised
+from cpomdp_ppl.inference.grid import BEHIND, GridFilter
+from cpomdp_ppl.inference.observable_operator import ObservableOperator
+from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.inference.scoring import log_density_of_seen
+from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.state import leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.inference.kalman import KalmanRecursion
+    from cpomdp_ppl.model import CPOMDP
+
+REFUSED = (UnsupportedModelError, DensityError, DegenerateWeightsError)
+
+ROUNDING = 1e-2
+"""Nats by which an extended and an unscented filter may differ, in single precision, on a linear model."""
+
+STRAIGHT = 1e-4
+"""How far a function may be from a straight line, as a share of its change, to count as one."""
+
+QUICK = (1200, 2400)
+"""Points of grids that are tried: one that needs more would take too long."""
+
+FEWEST, MOST = 1024, 4096
+"""Numbers of particles to choose from."""
+
+UNSURE = 0.02
+"""Standard error of a context's probability that is small enough."""
+
+
+def reference_backend(model: CPOMDP) -> Backend:
+    """The backend whose error, estimated on simulated episodes, is the smallest in reasonable time.
+
+    Exact operators serve finite models. A Kalman filter is exact where initial state, motion and sensors are
+    linear with Gaussian noise of constant scale: that is tried at simulated states, and the extended and the
+    unscented filter have to agree. A grid estimates its own error; it is taken for states of one number.
+    All else is left to 1,024 particles, or up to 4,096 if those are unsure of the context's probability.
+
+    Example:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> reference_backend(LineGrid()).name
+        'exact'
+    """
+    require_model(model)
+    number = model.num_contexts * max(2, -(-16 // model.num_contexts))
+    episodes = simulate(model, RandomPolicy(model.num_actions), number, contexts="balanced", seed=0)
+    if model.states is not None and _filtering(ObservableOperator(), model, episodes) is not None:
+        return ObservableOperator()
+    if _is_linear_gaussian(model, episodes):
+        return ExtendedKalmanFilter()
+    if sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) == 1:
+        for num_points in QUICK:
+            if _filtering(GridFilter(num_points), model, episodes) is not None:
+                return GridFilter()  # which may take more points, should other episodes need them
+    return ParticleFilter(num_particles=_enough_particles(model, episodes))
+
+
+def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filtering | None:
+    """What a backend finds, or None if it refuses."""
+    try:
+        return backend.run(model, episodes, seed=0, moments=False)
+    except REFUSED:
+        return None
+
+
+def _is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
+    """Whether Kalman filters are exact, as far as simulated episodes tell."""
+    extended = _filtering(ExtendedKalmanFilter(), model, episodes)
+    unscented = _filtering(UnscentedKalmanFilter(), model, episodes)
+    if extended is None or unscented is None:
+        return False
+    log_likelihood = extended.log_likelihood
+    likely = log_likelihood >= log_likelihood.amax(1, keepdim=True) - BEHIND  # [B, C]
+    differences = (extended.increments - unscented.increments).abs().sum(1)
+    differences += (extended.initial_increment - unscented.initial_increment).abs()
+    if not bool((differences[likely] <= ROUNDING).all()):
+        return False
+    # Both may be wrong in the same way: neither sees how noise depends on the state.
+    with inferring(model, 0):
+        recursion = ExtendedKalmanFilter().recursion(model)
+        return _starts_straight(recursion) and _goes_straight(recursion, episodes)
+
+
+def _starts_straight(recursion: KalmanRecursion) -> bool:
+    """Whether the first state is a linear function of noise."""
+    C, E, own = recursion.model.num_contexts, recursion.initial_noise, len(recursion.own)
+    noise = _lines(torch.randn(2, C, 1, 64, E, dtype=recursion.coordinates.dtype))
+    with Reparameterised("initial", own, noise):
+        state = recursion.model.initial(recursion.context)
+    return _straight(recursion.coordinates.vector(state, noise.shape[:-1]))
+
+
+def _goes_straight(recursion: KalmanRecursion, episodes: Episodes) -> bool:
+    """Whether motion is linear in state and noise, and the log-density of what is seen quadratic."""
+    model, C, B = recursion.model, recursion.model.num_contexts, len(episodes)
+    shape = torch.Size((B, episodes.horizon + 1))
+    x = recursion.coordinates.vector(episodes.states, shape)  # [B, T + 1, D]
+    K, E = x.shape[1], recursion.transition_noise
+    for seen in steps(episodes, 0):
+        assert seen.action is not None
+        # Lines through two states of the simulation, whichever, and on beyond one of them.
+        pairs = x[torch.randint(B, (2, B, K)), torch.randint(K, (2, B, K))]  # [2, B, K, D]
+        points = _lines(pairs[:, None].expand(2, C, B, K, -1))  # [C, B, 3 K, D]
+        noise = _lines(torch.randn(2, C, B, K, E, dtype=x.dtype)) if E else None
+        if not _straight(recursion.moved(points, noise, seen.action)):
+            return False
+        if seen.rows is not None and not len(seen.rows):
+            continue
+        some = seen if seen.rows is None else seen.select(seen.rows)
+        rows = slice(None) if seen.rows is None else seen.rows
+        states = recursion.coordinates.state(_parabolas(pairs[:, None].expand(2, C, B, K, -1)[:, :, rows]))
+        density = log_density_of_seen(model, recursion.signature, states, recursion.context, some)
+        if not _parabolic(density.expand(C, -1, 5 * K)):
+            return False
+    return True
+
+
+def _lines(ends: Tensor) -> Tensor:
+    """Three points in a row for each pair `[2, C, B, K, D]`, on the particle axis: `[C, B, 3 K, D]`."""
+    a, b = ends
+    return torch.cat([a, b, 2 * b - a], -2)
+
+
+def _straight(values: Tensor) -> bool:
+    """Whether values `[C, B, 3 K, m]` at points in a row are in a row themselves."""
+    a, b, c = values.chunk(3, -2)
+    rounding = 1e-6 * values.abs().amax(-2, keepdim=True)
+    return bool(((a + c - 2 * b).abs() <= STRAIGHT * (c - a).abs().amax(-2, keepdim=True) + rounding).all())
+
+
+def _parabolas(ends: Tensor) -> Tensor:
+    """Five points in a row for each pair `[2, C, B, K, D]`: `[C, B, 5 K, D]`."""
+    a, b = ends
+    return torch.cat([a + 0.5 * k * (b - a) for k in range(5)], -2)
+
+
+def _parabolic(values: Tensor) -> bool:
+    """Whether values `[C, B, 5 K]` at points in a row are quadratic: without third differences."""
+    third = torch.stack(values.double().chunk(5, -1)).diff(n=3, dim=0).abs().amax(0)  # [C, B, K]
+    size = values.double().abs().amax(-1, keepdim=True)
+    return bool((third <= STRAIGHT * size + 1e-6).all())
+
+
+def _enough_particles(model: CPOMDP, episodes: Episodes) -> int:
+    """So many particles that probabilities of contexts have small errors, if that is within reason."""
+    found = _filtering(ParticleFilter(num_particles=FEWEST), model, episodes)
+    if found is None or found.standard_error is None:
+        return MOST
+    p = found.posterior()[:, -1]  # [B, C]
+    # To first order, which ends at 1: beyond, the standard error is infinite or of the right order only.
+    error = p * (1 - p) * torch.where(p > 0, found.standard_error, 0.0).clamp(max=1.0)
+    unsure = float(error.amax(1).square().mean().sqrt()) / UNSURE
+    number = FEWEST
+    while number < MOST and unsure > (number / FEWEST) ** 0.5:
+        number *= 2
+    return number

@@ -1,0 +1,314 @@
+"""A grid is right, or says how many points it would take: against closed forms and brute-force quadrature."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+
+from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
+from cpomdp_ppl.errors import ResolutionError, UnsupportedModelError
+from cpomdp_ppl.inference import GridFilter, reference_backend
+from cpomdp_ppl.inference.backend import inferring, steps
+
+TOLERANCE = GridFilter().tolerance
+
+
+class Drift(CPOMDP):
+    """Linear and Gaussian in d dimensions: each number is halved, pushed, and seen with noise."""
+
+    contexts, actions, horizon = 2, 1, 4
+
+    def __init__(self, process: float, sensor: float, start: float = 1.0, d: int = 1):
+        super().__init__()
+        self.process, self.sensor, self.start, self.d = process, sensor, start, d
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(torch.zeros(self.d), self.start).to_event(1))
+
+    def transition(self, state, action, context):
+        push = self.start * (0.3 * context)[..., None]
+        return pyro.sample("x", dist.Normal(0.5 * state + push, self.process).to_event(1))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, self.sensor).to_event(1))
+
+    def reward(self, state, action, context):
+        return state.sum(-1)
+
+
+def kalman(model: Drift, episodes: Episodes) -> np.ndarray:
+    """Log-likelihoods `[B, C]` by a scalar Kalman filter, one for each number of the state."""
+    z = episodes.observations["z"].double().numpy()
+    found = np.zeros((len(z), 2))
+    for c in range(2):
+        m, P = np.zeros((len(z), model.d)), model.start**2
+        for t in range(model.horizon):
+            m = 0.5 * m + model.start * 0.3 * c
+            P = 0.25 * P + model.process**2
+            S = P + model.sensor**2
+            found[:, c] += stats.norm.logpdf(z[:, t], m, S**0.5).sum(-1)
+            m, P = m + P / S * (z[:, t] - m), P * model.sensor**2 / S
+    return found
+
+
+def assert_right(found: torch.Tensor, expected: np.ndarray) -> None:
+    """As near as a grid promises; what is promised of contexts far behind is nothing."""
+    behind = expected.max(1, keepdims=True) - expected
+    error = np.abs(found.numpy() - expected) / np.maximum(1, behind)
+    assert error[behind <= 35].max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("process", "sensor"),
+    [(0.3, 0.01), (0.3, 0.1), (0.3, 3.0), (0.03, 0.3), (0.003, 0.3), (3.0, 0.3), (0.0, 0.1), (0.02, 0.02)],
+)
+def test_whatever_the_noise_the_grid_is_a_kalman_filter(process, sensor):
+    model = Drift(process, sensor)
+    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
+    assert_right(GridFilter().run(model, episodes).log_likelihood, kalman(model, episodes))
+
+
+@pytest.mark.parametrize(("process", "sensor"), [(0.6, 0.8), (0.3, 2.0)])
+def test_whatever_the_noise_the_grid_is_a_kalman_filter_in_two_dimensions(process, sensor):
+    model = Drift(process, sensor, d=2)
+    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
+    assert_right(GridFilter().run(model, episodes).log_likelihood, kalman(model, episodes))
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_what_would_take_too_many_points_is_refused_at_once(d):
+    model = Drift(0.001, 0.001, d=d)
+    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
+    with pytest.raises(ResolutionError, match=r"it would take about .* points") as refused:
+        GridFilter().run(model, episodes)
+    extent = 12  # seven standard deviations of 1 on either side, and little besides; half as much will not do
+    assert (0.5 * extent / 0.001) ** d < refused.value.num_points < (3 * extent / 0.001) ** d
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (str(again), again.num_points) == (str(refused.value), refused.value.num_points)
+    small = Drift(0.001, 0.001, start=0.02, d=1)  # just as narrow, but with less to cover
+    episodes = simulate(small, RandomPolicy(1), 8, contexts="balanced", seed=0)
+    assert_right(GridFilter().run(small, episodes).log_likelihood, kalman(small, episodes))
+
+
+@pytest.mark.parametrize(
+    ("model", "points"),
+    [(Drift(0.3, 0.05), 100), (Drift(0.01, 0.3), 40), (Drift(0.6, 0.8, d=2), 200)],
+)
+def test_the_number_of_points_that_a_refusal_names_will_do(model, points):
+    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
+    refused = 0
+    while True:
+        try:
+            found = GridFilter(points).run(model, episodes)
+            break
+        except ResolutionError as error:
+            points, refused = error.num_points, refused + 1
+    assert 1 <= refused <= 3  # what is far off cannot tell exactly
+    assert_right(found.log_likelihood, kalman(model, episodes))
+
+
+@pytest.mark.parametrize("process", [0.0, 0.03, 0.3])
+@pytest.mark.parametrize("sensor", [0.3, 1.0])
+@pytest.mark.parametrize("points", [60, 90, 135, 200])
+def test_errors_are_smaller_than_estimated(process, sensor, points):
+    """At any resolution, refused or not; also where process noise is too small for the grid to see."""
+    model = Drift(process, sensor)
+    episodes = simulate(model, RandomPolicy(1), 16, contexts="balanced", seed=0)
+    with inferring(model):
+        recursion = GridFilter(points, tolerance=1e9).recursion(model)
+        belief = recursion.start(16)
+        total = torch.zeros(2, 16, dtype=torch.float64)
+        for seen in steps(episodes, 0):
+            belief, increment = recursion.step(belief, seen)
+            total += increment
+    true = episodes.contexts, torch.arange(16)
+    error = np.abs(total[true].numpy() - kalman(model, episodes)[true[::-1]])
+    estimated = belief.error[true].numpy()
+    assert error.max() <= estimated.max() + 1e-9
+    assert (error[estimated <= TOLERANCE] < TOLERANCE).all()  # each episode on its own
+
+
+def test_those_who_use_the_recursion_are_told_as_well():
+    model = Drift(0.01, 0.3)
+    episodes = simulate(model, RandomPolicy(1), 4, contexts="balanced", seed=0)
+    coarse = GridFilter(40)
+    with pytest.raises(ResolutionError, match=r"at time \d of episode \d .*`tolerance`"):
+        coarse.smooth(model, episodes, 5, seed=0)
+    online = coarse.online(model, 4)
+
+    def follow():
+        for t in (0, 1):
+            online.observe(0, {"z": episodes.observations["z"][:, t]})
+
+    with pytest.raises(ResolutionError, match=r"at time [12] of episode \d .*`tolerance`"):
+        follow()
+    smoothed = GridFilter().smooth(model, episodes, 5, seed=0)  # finds out what it needs
+    assert smoothed.state_mean.isfinite().all()
+    with pytest.raises(ValueError, match="tolerance: expected"):
+        GridFilter(tolerance=0.0)
+
+
+class Corner(Drift):
+    """Sees its distance from zero, and that much better on one side: a kink and a jump."""
+
+    def observation(self, state, action, context):
+        noise = torch.where(state > 0.3, self.sensor, 5 * self.sensor)
+        pyro.sample("z", dist.Normal(state.abs(), noise).to_event(1))
+
+
+@pytest.mark.parametrize("sensor", [0.05, 0.5])
+def test_a_sensor_with_kink_and_jump_against_quadrature(sensor):
+    model = Corner(0.4, sensor)
+    episodes = simulate(model, RandomPolicy(1), 6, contexts="balanced", seed=0)
+    h = 0.005
+    x = np.arange(-1800, 1800) * h + h / 2  # the jump is between two points
+    z, expected = episodes.observations["z"].double().numpy(), np.zeros((6, 2))
+    reach = np.arange(-700, 701) * h  # nearly nine standard deviations
+    kernel = stats.norm.pdf(reach, 0, model.process) * h
+    for b in range(6):
+        for c in range(2):
+            p = stats.norm.pdf(x, 0, model.start)
+            for t in range(model.horizon):
+                halved = np.interp(2 * (x - 0.3 * c), x, p, left=0, right=0) * 2  # what is halved, and pushed
+                p = np.convolve(halved, kernel, "same")
+                noise = np.where(x > 0.3, sensor, 5 * sensor)
+                p = p * stats.norm.pdf(z[b, t, 0], np.abs(x), noise)
+                expected[b, c] += np.log(p.sum() * h)
+                p /= p.sum() * h
+    assert_right(GridFilter().run(model, episodes).log_likelihood, expected)
+
+
+class Spike(Drift):
+    """Half of the time its sensor is perfect, or nearly so: far too narrow for two grids to differ."""
+
+    def observation(self, state, action, context):
+        scales = torch.tensor([1e-4, 1.0]).expand(*state.shape[:-1], 2)
+        each = dist.Normal(state.expand(*state.shape[:-1], 2), scales)
+        pyro.sample("z", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), each))
+
+
+@pytest.mark.parametrize("points", [None, 1200, 2400])
+def test_two_grids_that_miss_the_same_do_not_agree_on_it(points):
+    model = Spike(0.3, 1.0)
+    episodes = simulate(model, RandomPolicy(1), 4, contexts="balanced", seed=0)
+    with pytest.raises(ResolutionError, match=r"vary over lengths of .*it would take about \d+,000 points"):
+        GridFilter(points).run(model, episodes)
+
+
+class Door(Drift):
+    """A state that is partly discrete, of whatever type."""
+
+    def __init__(self, as_type: torch.dtype):
+        super().__init__(0.3, 0.5)
+        self.as_type = as_type
+
+    def initial(self, context):
+        door = pyro.sample("door", dist.Bernoulli(0.5)).to(self.as_type)
+        return {"door": door, "x": pyro.sample("x", dist.Normal(0.0, 1.0))}
+
+    def transition(self, state, action, context):
+        door = pyro.sample("door", dist.Bernoulli(0.25 + 0.5 * state["door"])).to(self.as_type)
+        return {"door": door, "x": pyro.sample("x", dist.Normal(state["x"], 0.3))}
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state["x"] + state["door"], 0.5))
+
+    def reward(self, state, action, context):
+        return state["x"]
+
+
+class Vector(Door):
+    def initial(self, context):
+        return torch.stack(list(super().initial(context).values()), -1)
+
+    def transition(self, state, action, context):
+        moved = super().transition({"door": state[..., 0], "x": state[..., 1]}, action, context)
+        return torch.stack(list(moved.values()), -1)
+
+    def observation(self, state, action, context):
+        super().observation({"door": state[..., 0], "x": state[..., 1]}, action, context)
+
+    def reward(self, state, action, context):
+        return state[..., 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Door(torch.float32), "'door' of Door takes the values 0, 1 only, so it is discrete"),
+        (Door(torch.long), "'door' of Door is torch.int64, not a real number"),
+        (Vector(torch.float32), "number 0 of 'state' of Vector takes the values 0, 1 only"),
+    ],
+)
+def test_a_state_that_is_partly_discrete_is_refused_as_that(model, reason):
+    episodes = simulate(model, RandomPolicy(1), 4, seed=0)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        GridFilter().run(model, episodes)
+
+
+# --------------------------------------------------------------------------------- which backend to trust
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Drift(0.3, 0.01), Drift(0.001, 0.001), Drift(1e-3, 1.0), Drift(10.0, 0.01), Drift(0.3, 0.1, d=2)],
+)
+def test_where_a_kalman_filter_is_exact_it_is_the_reference(model):
+    backend = reference_backend(model)
+    assert backend.name == "ekf"
+    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=1)
+    expected = kalman(model, episodes)
+    likely = expected > expected.max(1, keepdims=True) - 36
+    found = backend.run(model, episodes).log_likelihood.numpy()
+    np.testing.assert_allclose(found[likely], expected[likely], atol=0.01)  # single precision
+
+
+class Volatile(Drift):
+    """Kalman filters agree on it, and are both wrong: they do not see what noise tells of the state."""
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(torch.zeros_like(state), torch.exp(state)).to_event(1))
+
+
+class Growing(Drift):
+    """Its noise grows with the state, which no sigma point along an axis shows."""
+
+    def transition(self, state, action, context):
+        noise = pyro.sample("noise", dist.Normal(torch.zeros(self.d), 1.0).to_event(1))
+        return 0.5 * state + (0.3 * context)[..., None] + (0.5 + 0.2 * state) * noise
+
+
+class Angle(Drift):
+    """Two dimensions, not linear."""
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state.square().sum(-1).sqrt(), self.sensor))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(Volatile(0.5, 1.0), "grid"), (Growing(0.5, 1.0), "grid"), (Angle(0.3, 0.3, d=2), "smc")],
+)
+def test_where_it_is_not_something_else_is(model, name):
+    state = torch.get_rng_state()
+    assert reference_backend(model).name == name
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_more_particles_where_few_are_unsure():
+    few = reference_backend(Angle(0.3, 3.0, d=2)).num_particles
+    many = reference_backend(Angle(0.3, 0.01, d=2)).num_particles
+    assert few == 1024 < many <= 4096
+    assert reference_backend(Angle(0.3, 0.01, d=2)).num_particles == many
+
+
+def test_an_evaluation_is_by_the_reference():
+    from cpomdp_ppl import evaluate
+
+    assert evaluate(Drift(0.3, 0.01), RandomPolicy(1), 20).likelihood == "ekf"
