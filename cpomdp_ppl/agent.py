@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from cpomdp_ppl.errors import rejected, require, require_model
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import History, as_policy
 
@@ -28,7 +28,7 @@ class Agent:
     Args:
         model: What the agent believes of the world.
         policy: Who decides.
-        likelihood: The filter: a backend or its name.
+        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         prior: Over contexts, `[C]`; the model's if left out. The policy and the filter both start from it.
         greedy: Whether to take the likeliest action instead of drawing one.
         seed: Of the policy's draws and the filter's; left out, fresh entropy is taken.
@@ -52,7 +52,7 @@ class Agent:
         model: CPOMDP,
         policy: Policy,
         *,
-        likelihood: str | Backend = "smc",
+        likelihood: str | Backend | None = None,
         prior: Sequence[float] | Tensor | None = None,
         greedy: bool = False,
         seed: int | None = None,
@@ -62,7 +62,7 @@ class Agent:
         self.policy = as_policy(policy)
         self.greedy = greedy
         number = fresh_seed(seed)
-        self.filter: OnlineFilter = as_backend(likelihood).online(model, prior=prior, seed=number)
+        self.filter: OnlineFilter = backend_for(model, likelihood).online(model, prior=prior, seed=number)
         self._stream = RandomStream(number)
         with self._stream, torch.no_grad():
             self._memory = self.policy.start(self.filter.prior.to(model.prior()))

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from cpomdp_ppl.errors import rejected, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.model import CPOMDP
@@ -49,6 +52,9 @@ def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
 def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
     """Contexts in proportion to a prior `[C]`, each as often as it can be, int64 `[B]`.
 
+    Rare contexts may not be among them: with a random offset a mean over such episodes is right on average,
+    with any other it is not. `weighted_strata` leaves out none.
+
     Args:
         prior: Over contexts; or one for each episode, `[B, C]`, in which case chance decides which episode
             gets which part of its distribution.
@@ -67,6 +73,51 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
     total = prior.double().cumsum(-1)
     drawn = torch.searchsorted(total / total[..., -1:], levels, right=True)
     return drawn.clamp(max=prior.shape[-1] - 1).reshape(num_episodes)
+
+
+def weighted_strata(
+    prior: Tensor, num_episodes: int, seed: int | np.random.SeedSequence | None = 0
+) -> tuple[Tensor, Tensor]:
+    """Contexts to play, of which none that is possible is left out, and what weight each episode then has.
+
+    Every possible context gets two episodes, or one if there are not enough for that, and the rest goes in
+    proportion to the prior. An episode has the weight `P(c) / n_c` in means over episodes: these are then
+    right on average, as `Σ_c P(c)` times the mean of context c is. If there are fewer episodes than possible
+    contexts, contexts are drawn from the prior, and all weights are equal.
+
+    Args:
+        prior: Over contexts, `[C]`.
+        num_episodes: How many episodes B.
+        seed: Of the draws, if there are any.
+
+    Returns:
+        Contexts in ascending order, int64 `[B]`, and weights that sum to 1, float64 `[B]`.
+
+    Example:
+        >>> weighted_strata(torch.tensor([0.96, 0.0, 0.04]), 6)[0]
+        tensor([0, 0, 0, 0, 2, 2])
+    """
+    p = prior.detach().double().cpu().numpy()
+    p = p / p.sum()
+    if num_episodes < np.count_nonzero(p):
+        contexts = np.sort(np.random.default_rng(seed).choice(len(p), num_episodes, p=p))
+        weights = np.full(num_episodes, 1 / num_episodes)
+    else:
+        counts = _episodes_by_context(p, num_episodes)
+        contexts = np.repeat(np.arange(len(p)), counts)
+        weights = p[contexts] / counts[contexts]
+    return torch.from_numpy(contexts).to(prior.device), torch.from_numpy(weights).to(prior.device)
+
+
+def _episodes_by_context(prior: NDArray[np.float64], num_episodes: int) -> NDArray[np.int64]:
+    """How many episodes each context gets, int64 `[C]`: the rarest first, of what is left its share."""
+    counts = np.zeros(len(prior), dtype=np.int64)
+    possible = [c for c in np.argsort(prior, kind="stable") if prior[c] > 0]
+    least = min(2, num_episodes // len(possible))
+    for k, c in enumerate(possible):
+        share = prior[c] / prior[possible[k:]].sum()
+        counts[c] = max(least, round(share * (num_episodes - counts.sum())))
+    return counts
 
 
 def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Tensor:

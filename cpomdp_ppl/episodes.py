@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import numpy as np
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
 from cpomdp_ppl.errors import EpisodesFileError, rejected, require, require_model, whole_number
 from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.handlers import Batched, Recorded, mask_of
+from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.signature import Leaf, ObservationSite, signature
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
@@ -291,7 +294,9 @@ class Episodes:
             model: The model that the data are said to come from; shapes and ranges are checked against it.
             actions: `[B, T]`, indices or names.
             observations: By site, `[B, T, …]`.
-            observed: By site, bool `[B, T]`. Left out, a value counts as observed unless it is NaN.
+            observed: By site, bool `[B, T]`. Left out, a value counts as observed unless it is NaN, or masked
+                in a NumPy masked array. Integers and booleans have no NaN: of a site that the program masks
+                out somewhere in these episodes, they need one of the others, or `observed`.
             lengths: `[B]`; left out, every episode has T steps.
             contexts: `[B]`, indices or names, if known.
             states: `[B, T + 1, …]`, or a dict of such, if known.
@@ -330,6 +335,8 @@ class Episodes:
             "observations at time 0" if model.initial_observation else "None: this model has none",
         )
         values, seen = _read_observations("observations", observations, observed, sig.observations, taken)
+        if observed is None:
+            _require_told(model, "observations", observations, values, seen, torch.where(taken, a, 0))
         first, first_seen = None, None
         if initial_observations is not None:
             everywhere = torch.ones(B, dtype=torch.bool, device=device)
@@ -340,6 +347,8 @@ class Episodes:
                 sig.observations,
                 everywhere,
             )
+            if initially_observed is None:
+                _require_told(model, "initial_observations", initial_observations, first, first_seen, None)
         c = None
         if contexts is not None:
             c = as_indices("contexts", contexts, model.context_names).to(device)
@@ -479,7 +488,8 @@ def _read_observations(
     values, seen = {}, {}
     for site, spec in sites.items():
         what = f"{argument}['{site}']"
-        value = as_tensor(what, observations[site]).to(taken.device)
+        given, masked = _unmasked(observations[site])
+        value = as_tensor(what, given).to(taken.device)
         shape = (*axes, *spec.shape)
         require(
             squeezed(value.shape[len(axes) :]) == squeezed(spec.shape) and value.shape[: len(axes)] == axes,
@@ -490,7 +500,8 @@ def _read_observations(
         value = value.reshape(shape)
         plates = (*axes, *spec.plates)
         if observed is None:
-            flags = ~torch.isnan(value).reshape(*plates, -1).any(-1)
+            missing = torch.isnan(value) | masked.to(value.device).reshape(masked.shape or (1,) * len(shape))
+            flags = ~missing.reshape(*plates, -1).any(-1)
         else:
             flags = as_tensor(f"{whether}['{site}']", observed[site]).to(taken.device)
             require(flags.dtype == torch.bool, f"{whether}['{site}']", flags.dtype, "booleans")
@@ -507,6 +518,63 @@ def _read_observations(
         _require_support(what, value, spec, flags)
         values[site], seen[site] = value, flags
     return values, seen
+
+
+def _unmasked(given: Any) -> tuple[Any, Tensor]:
+    """What is in a NumPy masked array, and where it is masked; nowhere, for all else."""
+    if not isinstance(given, np.ma.MaskedArray):
+        return given, torch.tensor(False)
+    return given.data, torch.from_numpy(np.array(np.ma.getmaskarray(given)))
+
+
+def _require_told(
+    model: CPOMDP,
+    argument: str,
+    given: Mapping[str, Any],
+    values: Mapping[str, Tensor],
+    seen: Mapping[str, Tensor],
+    actions: Tensor | None,
+) -> None:
+    """Raise if integers count as observed where the program masks their site out: nobody said they do.
+
+    Args:
+        model: The CPOMDP, whose masks depend on nothing that is hidden.
+        argument: What to call the observations.
+        given: As the caller gave them, by site.
+        values: As tensors, `[B, T, …]` or `[B, …]`.
+        seen: Which of them are taken for observed.
+        actions: `[B, T]`, or None before the first.
+    """
+    untold = [
+        site
+        for site, array in given.items()
+        if not isinstance(array, np.ma.MaskedArray) and not as_tensor(site, array).is_floating_point()
+    ]
+    if not untold:
+        return
+    axes = seen[untold[0]].shape[: 1 if actions is None else 2]
+    own = (1,) * model.max_plate_nesting
+    context = torch.zeros((1, *own), dtype=torch.long, device=model.device)
+    action = None if actions is None else actions.reshape(-1, *own)
+    data = {site: value.flatten(0, len(axes) - 1) for site, value in values.items()}
+    batched = Batched((axes.numel(),), model.max_plate_nesting)
+    with isolated(0), torch.no_grad(), poutine.block(), model.running(), batched:
+        state = model.initial(context)
+        with poutine.condition(data=data), Recorded() as program:
+            model.observation(state, action, context)
+    for site in untold:
+        mask = torch.as_tensor(mask_of(program.sites[site]), device=model.device)
+        hidden = seen[site] & ~mask.expand(axes.numel(), *seen[site].shape[len(axes) :]).reshape(
+            seen[site].shape
+        )
+        if bool(hidden.any()):
+            whether = "observed" if actions is not None else "initially_observed"
+            value = values[site][hidden][0].tolist()
+            raise rejected(
+                f"{argument}['{site}']",
+                f"{value} at {place_of(hidden)}, where the program masks it out",
+                f"NaN where nothing was observed, or `{whether}`, which says so: integers cannot",
+            )
 
 
 def _require_sites(argument: str, given: Any, sites: Mapping[str, ObservationSite]) -> None:

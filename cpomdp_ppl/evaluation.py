@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import torch
 from torch.nn.functional import one_hot
-from tqdm import tqdm
 
-from cpomdp_ppl.context import entropy, one_prior, stratified
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_count, require_model
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.bounds import informed_return
+from cpomdp_ppl.context import entropy, one_prior, weighted_strata
+from cpomdp_ppl.errors import DegenerateWeightsError, require, require_count, require_model
+from cpomdp_ppl.inference import ParticleFilter, as_backend, reference_backend
 from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
-from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers
-from cpomdp_ppl.policy import RandomPolicy, as_policy
+from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers, stays_here
+from cpomdp_ppl.policy import as_policy
+from cpomdp_ppl.progress import bar
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
@@ -26,10 +28,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
+    from cpomdp_ppl.progress import Bar, Progress
 
+
+MOST_PARTICLES = 2**15
+"""From so many on, a particle filter that has lost an episode is not given more."""
 
 PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
@@ -52,23 +60,36 @@ class Mean:
     num_episodes: int
 
     @staticmethod
-    def of(values: Tensor, strata: Tensor | None = None) -> Mean:
+    def of(values: Tensor, strata: Tensor | None = None, weights: Tensor | None = None) -> Mean:
         """Average numbers `[B]`.
+
+        A group's part of the mean has the error of its own numbers' spread. One number alone has none: it is
+        taken to be as uncertain as it is far from the mean of all. On average that is too much rather than
+        too little, as what differs between groups is in it; if all groups are of one, it is the error of
+        numbers without groups.
 
         Args:
             values: One for each episode.
             strata: Which of several groups each belongs to, `[B]`, if the groups' sizes were fixed
                 beforehand: what differs between groups is then no error of the mean.
+            weights: Of the episodes, `[B]`, the same within a group; equal if left out.
         """
-        n = len(values)
-        values = values.double()
-        deviation = float(values.std()) if n > 1 else float("nan")
-        error = deviation / n**0.5
-        if strata is not None:
-            groups = [values[strata == stratum] for stratum in strata.unique()]
-            if all(len(group) > 1 for group in groups):
-                error = sum(len(group) * float(group.var()) for group in groups) ** 0.5 / n
-        return Mean(float(values.mean()), error, deviation, n)
+        n, y = len(values), values.double()
+        if n == 1:
+            return Mean(float(y), math.nan, math.nan, 1)
+        w = torch.ones_like(y) if weights is None else weights.to(y)
+        mean = float((w * y).sum() / w.sum())
+        w = w / w.sum()
+        deviation = float((w * (y - mean) ** 2).sum() * n / (n - 1)) ** 0.5
+        if strata is None:
+            return Mean(mean, deviation * float((w**2).sum()) ** 0.5, deviation, n)
+        squares = 0.0
+        for stratum in strata.unique():
+            some = strata == stratum
+            m = int(some.sum())
+            variance = y[some].var() if m > 1 else (y[some] - y.mean()).square().sum() * n / (n - 1)
+            squares += float(w[some].sum() ** 2 * variance / m)
+        return Mean(mean, squares**0.5, deviation, n)
 
     def __str__(self) -> str:
         return f"{self.with_error()} (s.d. {shown(self.deviation, 2)})"
@@ -83,18 +104,68 @@ class Mean:
         return f"{self.mean:.{digits}f} ± {shown(self.standard_error, digits)}"
 
 
+def _mean(content: Mapping[str, Any]) -> Mean:
+    """A mean from JSON, in which NaN is null."""
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in content.items()}
+    return Mean(**known)
+
+
 def shown(value: float, digits: int) -> str:
     """A number, or a dash for what is not known."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+@dataclass(frozen=True, eq=False)
+class PerEpisode:
+    """What single episodes came to, in the order in which they were played.
+
+    Evaluations of the same number of episodes, with the same seed, prior and `batch_size`, have the same
+    contexts, first states and noise in the same place: their differences may be taken one by one.
+
+    Attributes:
+        contexts: The true ones, int64 `[B]`.
+        weights: How much an episode counts, float64 `[B]`: `P(c) / n_c` in a context of which there are n_c.
+        returns: Float64 `[B]`.
+        entropies: Of the context posterior at the end, in bits, float64 `[B]`.
+        identified: Whether the likeliest context at the end was the true one, bool `[B]`.
+        drawn: Whether contexts were drawn from the prior, as there were more than episodes; all weights are
+            `1 / B` then.
+    """
+
+    contexts: Tensor
+    weights: Tensor
+    returns: Tensor
+    entropies: Tensor
+    identified: Tensor
+    drawn: bool
+
+    def mean(self, values: Tensor) -> Mean:
+        """Average numbers of the episodes, `[B]`, over contexts as the prior has them.
+
+        If contexts were drawn, and all are the same one, nobody knows how much others differ from it: there
+        is no standard error then.
+
+        Example:
+            >>> from cpomdp_ppl import RandomPolicy
+            >>> from cpomdp_ppl.models import LineGrid
+            >>> one, other = (evaluate(LineGrid(), RandomPolicy(3), 50).per_episode for _ in range(2))
+            >>> one.mean(one.returns - other.returns).mean
+            0.0
+        """
+        if not self.drawn:
+            return Mean.of(values, self.contexts, self.weights)
+        mean = Mean.of(values)
+        alike = bool((self.contexts == self.contexts[0]).all())
+        return replace(mean, standard_error=math.nan, deviation=math.nan) if alike else mean
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy earns and finds out, over episodes whose contexts are spread in proportion to the prior.
+    """What a policy earns and finds out; contexts count as much as the prior says.
 
     Attributes:
         returns: The return.
-        returns_by_context: The return in each context, by name.
+        returns_by_context: The return in each context that was played, by name.
         entropy: Of the context posterior at the end, in bits: what is left to find out.
         identified: How often the likeliest context at the end is the true one.
         regret: How far the return is from what an agent earns that is told the context, if the model knows
@@ -102,6 +173,11 @@ class Evaluation:
         seconds_per_decision: Time that the policy took for one action of one episode, in the batches that
             were played.
         likelihood: Name of the backend behind the posteriors.
+        identified_error: Standard error of `identified`.
+        informed_return: What an agent earns that is told the context and sees every state, where `regret` is
+            not known but this can be computed (see `cpomdp_ppl.bounds.informed_return`): nobody earns more.
+        unplayed: Prior probability of all contexts in which no episode was played, for want of episodes.
+        per_episode: What the averages are made of; None if they were read from a file.
     """
 
     returns: Mean
@@ -111,21 +187,54 @@ class Evaluation:
     regret: Mean | None
     seconds_per_decision: float
     likelihood: str
+    identified_error: float = math.nan
+    informed_return: float | None = None
+    unplayed: float = 0.0
+    per_episode: PerEpisode | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def regret_at_most(self) -> Mean | None:
+        """How far the return is from `informed_return`: an upper bound on regret, but for chance."""
+        if self.informed_return is None:
+            return None
+        return replace(self.returns, mean=self.informed_return - self.returns.mean)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, to be written as JSON."""
-        return asdict(self)
+        """Plain numbers, to be written as JSON: all but `per_episode`."""
+        content = asdict(replace(self, per_episode=None))
+        del content["per_episode"]
+        return content
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> Evaluation:
+        """What `as_dict` gave, also of earlier versions, and from JSON in which NaN is null."""
+        parts: dict[str, Any] = dict(content)
+        for name in ("returns", "entropy", "regret"):
+            parts[name] = None if parts[name] is None else _mean(parts[name])
+        parts["returns_by_context"] = {
+            name: _mean(each) for name, each in parts["returns_by_context"].items()
+        }
+        if parts.get("identified_error") is None:
+            parts["identified_error"] = math.nan
+        return Evaluation(**parts)
 
     def __str__(self) -> str:
         width = max(len(name) for name in (*self.returns_by_context, "H(C|Y) in bits"))
         lines = [("return", str(self.returns))]
         lines += [(f"  {name}", str(mean)) for name, mean in self.returns_by_context.items()]
+        if self.unplayed > 0:
+            lines.append(
+                ("  not played", f"contexts of probability {self.unplayed:.2g}, for want of episodes")
+            )
         lines += [
             ("H(C|Y) in bits", self.entropy.with_error(4)),
-            ("identified", f"{100 * self.identified:.1f} %"),
+            ("identified", f"{100 * self.identified:.1f} ± {shown(100 * self.identified_error, 1)} %"),
         ]
         if self.regret is not None:
             lines.append(("regret", self.regret.with_error()))
+        if self.informed_return is not None and self.regret_at_most is not None:
+            lines.append(("at most", f"{self.informed_return:.3f} can be earned (state and context known)"))
+            lines.append(("regret, at most", self.regret_at_most.with_error()))
         return "\n".join(f"{name:<{width + 2}}  {value}" for name, value in lines)
 
 
@@ -140,7 +249,7 @@ def evaluate(
     told: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
-    progress: bool = False,
+    progress: Progress = False,
     seed: int | None = 0,
 ) -> Evaluation: ...
 
@@ -156,12 +265,11 @@ def evaluate(
     told: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
-    progress: bool = False,
+    progress: Progress = False,
     seed: int | None = 0,
 ) -> Comparison: ...
 
 
-@filters_kept()
 def evaluate(
     model: CPOMDP,
     policy: PolicyLike | Mapping[str, PolicyLike],
@@ -172,7 +280,7 @@ def evaluate(
     told: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
-    progress: bool = False,
+    progress: Progress = False,
     seed: int | None = 0,
 ) -> Evaluation | Comparison:
     """Play a policy, or several by name, and take stock.
@@ -180,12 +288,18 @@ def evaluate(
     The same seed gives every policy the same contexts, first states and noise of the world, whatever random
     numbers the policy itself draws: differences between policies are less noisy than either's return.
 
+    Every context that the prior holds possible is played, however rare: at least twice, or once if there are
+    fewer than two episodes for each, and otherwise in proportion to the prior. Averages are
+    `Σ_c P(c)` times the mean of context c, and their errors those of such means; see `Mean.of` for contexts
+    of a single episode. With fewer episodes than possible contexts, contexts are drawn from the prior:
+    averages are then right on average, and `Evaluation.unplayed` says what they do not tell about.
+
     Args:
         model: The CPOMDP.
         policy: Who acts; several, by name, are given to `compare`, which returns a table of them.
         num_episodes: How many episodes; for several, also by name.
-        likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact that
-            serves the model: exact operators, a grid for one-dimensional states, or 1,024 particles.
+        likelihood: How to compute context posteriors: a backend or its name. Left out, the one with the
+            smallest error that was estimated on simulated episodes; see `reference_backend`.
         prior: Over contexts, `[C]`; the model's if left out.
         told: Whether the policy is told the context: it then starts from a prior that is sure of it.
         batch_size: How many episodes are played side by side.
@@ -193,7 +307,8 @@ def evaluate(
             needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
             or takes all cores; see `cpomdp_ppl.parallel`. It makes no difference to the result, unless a
             policy changes as it plays: what it does to itself in another process stays there.
-        progress: Whether to show a progress bar, by batches.
+        progress: Whether to show a progress bar, by decisions (by batches, if those are played in other
+            processes); or a function that is told now and then how far it has got, and how long it will take.
         seed: Of everything random; None takes fresh entropy.
 
     Example:
@@ -203,56 +318,98 @@ def evaluate(
         >>> result.likelihood, result.returns.num_episodes
         ('exact', 100)
     """
-    require_model(model)
+    settings: dict[str, Any] = {
+        "likelihood": likelihood,
+        "prior": prior,
+        "told": told,
+        "batch_size": batch_size,
+        "workers": workers,
+        "progress": progress,
+        "seed": seed,
+    }
     if isinstance(policy, Mapping):
-        return compare(
-            model,
-            policy,
-            num_episodes,
-            likelihood=likelihood,
-            prior=prior,
-            told=told,
-            batch_size=batch_size,
-            workers=workers,
-            progress=progress,
-            seed=seed,
-        )
+        return compare(model, policy, num_episodes, **settings)
+    return _evaluate(model, policy, num_episodes, lambda: _most(model), **settings)
+
+
+def _most(model: CPOMDP) -> Tensor | None:
+    """An upper bound on returns `[C]` for a model that knows no better."""
+    return informed_return(model, max_dim=1) if model.context_known_return() is None else None
+
+
+@filters_kept()
+def _evaluate(
+    model: CPOMDP,
+    policy: PolicyLike,
+    num_episodes: Any,
+    most: Callable[[], Tensor | None],
+    *,
+    likelihood: str | Backend | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    told: bool = False,
+    batch_size: int = 4000,
+    workers: int | None = 1,
+    progress: Progress = False,
+    seed: int | None = 0,
+) -> Evaluation:
+    """As `evaluate`, of one policy, with what tells how much can be earned at most, asked at the end."""
+    require_model(model)
     B = require_count("num_episodes", num_episodes)
     require_seed(seed)
     size = require_count("batch_size", batch_size)
     require_workers(workers)
     p = one_prior(prior, model)
-    backend = most_exact(model) if likelihood is None else as_backend(likelihood)
+    backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
     root = np.random.SeedSequence(seed)
     parts = -(-B // size)
-    contexts = stratified(p, B)
+    contexts, weights = weighted_strata(p, B, root.spawn(1)[0])
     given = None if prior is None else p
     tasks = [
         (model, as_policy(policy), contexts[k::parts], given, told, backend, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
     # The policy itself and not a copy of it: it may count what it does.
-    played = in_parallel(_play, tasks, workers=workers, copies=False)
-    by_part = dict(tqdm(played, total=parts, disable=not progress, desc="episodes"))
+    with bar(progress, B * model.horizon, "playing", "decisions") as shown:
+        here = stays_here(workers)
+        play = partial(_play, shown=shown) if here else _play
+        by_part = {}
+        for k, outcome in in_parallel(play, tasks, workers=workers, copies=False):
+            by_part[k] = outcome
+            if not here:
+                shown.update(len(outcome[0]) * model.horizon)
     outcomes = [by_part[k] for k in range(parts)]
     c, returns, last = (
-        torch.cat(series) for series in zip(*[outcome[:3] for outcome in outcomes], strict=True)
+        torch.cat(series).cpu() for series in zip(*[outcome[:3] for outcome in outcomes], strict=True)
     )
     seconds = sum(outcome[3] for outcome in outcomes)
 
+    each = PerEpisode(
+        contexts=c,
+        weights=torch.cat([weights[k::parts] for k in range(parts)]).cpu(),
+        returns=returns,
+        entropies=entropy(last, "bits"),
+        identified=last.argmax(1) == c,
+        drawn=int((p > 0).sum()) > B,
+    )
+    identified = each.mean(each.identified)
     best = model.context_known_return()
+    bound, p = most(), p.cpu()
     return Evaluation(
-        returns=Mean.of(returns, c),
+        returns=each.mean(returns),
         returns_by_context={
             name: Mean.of(returns[c == i])
             for i, name in enumerate(model.context_names)
             if bool((c == i).any())
         },
-        entropy=Mean.of(entropy(last, "bits")),
-        identified=float((last.argmax(1) == c).double().mean()),
-        regret=None if best is None else Mean.of(best.to(returns)[c] - returns, c),
+        entropy=each.mean(each.entropies),
+        identified=identified.mean,
+        regret=None if best is None else each.mean(best.to(returns)[c] - returns),
         seconds_per_decision=seconds / (B * model.horizon),
         likelihood=backend.name,
+        identified_error=identified.standard_error,
+        informed_return=None if bound is None else float((p * bound.to(p)).sum()),
+        unplayed=float(p[torch.bincount(c, minlength=len(p)) == 0].sum()),
+        per_episode=each,
     )
 
 
@@ -261,16 +418,34 @@ Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
 """Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
 
 
-def _play(task: Task) -> Outcome:
+def _play(task: Task, shown: Bar | None = None) -> Outcome:
     model, policy, contexts, prior, told, backend, seeds = task
-    watched = Watched(policy, seeds[1])
+    watched = Watched(policy, seeds[1], shown)
     believed = one_hot(contexts, model.num_contexts).double() if told else prior
     episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=seeds[0])
-    filtering = backend.run(model, episodes, seed=seeds[2], moments=False)
+    if shown is not None:
+        shown.set_postfix_str("context posteriors")
+    filtering = _filtering(backend, model, episodes, seeds[2])
+    if shown is not None:
+        shown.set_postfix_str("", refresh=False)
     assert episodes.contexts is not None
     assert episodes.returns is not None
     last = filtering.posterior(prior)[:, -1]  # [B, C]
     return episodes.contexts, episodes.returns.double(), last, watched.seconds
+
+
+def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes, seed: int) -> Filtering:
+    """What a backend finds, with more particles if an episode has lost all of its own.
+
+    One surprising episode must not take the others' results with it. To start again only then makes
+    likelihoods a little too high on average; they are read here for posteriors, not for evidence.
+    """
+    try:
+        return backend.run(model, episodes, seed=seed, moments=False)
+    except DegenerateWeightsError:
+        if not isinstance(backend, ParticleFilter) or backend.num_particles >= MOST_PARTICLES:
+            raise
+        return _filtering(replace(backend, num_particles=8 * backend.num_particles), model, episodes, seed)
 
 
 class Watched:
@@ -279,13 +454,15 @@ class Watched:
     Args:
         policy: Who decides.
         seed: Of its random numbers.
+        shown: What shows how many decisions have been taken, if anything.
 
     Attributes:
         seconds: How long it has thought.
     """
 
-    def __init__(self, policy: Policy, seed: int) -> None:
+    def __init__(self, policy: Policy, seed: int, shown: Bar | None = None) -> None:
         self.policy = policy
+        self.shown = shown
         self.stream = RandomStream(seed)
         self.seconds = 0.0
 
@@ -302,6 +479,8 @@ class Watched:
             if isinstance(decision, torch.distributions.Categorical):
                 decision = decision.sample()
         self.seconds += time.perf_counter() - began
+        if self.shown is not None:
+            self.shown.update(history.num_episodes)
         return decision, memory
 
 
@@ -330,16 +509,31 @@ class Comparison:
                 shown(e.returns.deviation, 2),
                 f"{e.entropy.mean:.3f}",
                 f"{100 * e.identified:.1f} %",
-                "–" if e.regret is None else f"{e.regret.mean:.2f}",
+                _regret(e),
                 f"{1e3 * e.seconds_per_decision:.3g}",
                 f"{self.training_seconds[name]:.0f}" if name in self.training_seconds else "–",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        bounds = {e.informed_return for e in self.evaluations.values()} - {None}
+        if bounds:
+            most = " or ".join(f"{bound:.3f}" for bound in bounds)
+            lines += [
+                "",
+                f"≤: regret is at most this, as nobody earns more than {most}, told context and state.",
+            ]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, to be written as JSON."""
-        return asdict(self)
+        """Plain numbers, to be written as JSON; see `Evaluation.as_dict`."""
+        evaluations = {name: evaluation.as_dict() for name, evaluation in self.evaluations.items()}
+        return {"evaluations": evaluations, "training_seconds": dict(self.training_seconds)}
+
+
+def _regret(evaluation: Evaluation) -> str:
+    """For a table: known, bounded, or neither."""
+    if evaluation.regret is not None:
+        return f"{evaluation.regret.mean:.2f}"
+    return "–" if (most := evaluation.regret_at_most) is None else f"≤ {most.mean:.2f}"
 
 
 def compare(
@@ -368,32 +562,16 @@ def compare(
         >>> table.evaluations["random"].returns.num_episodes
         50
     """
+    require_model(model)
     require(isinstance(policies, Mapping) and len(policies) > 0, "policies", policies, "policies by name")
     many = dict(num_episodes) if isinstance(num_episodes, Mapping) else dict.fromkeys(policies, num_episodes)
     require(
         many.keys() == policies.keys(), "num_episodes", num_episodes, f"a number, or one for {list(policies)}"
     )
     seed = fresh_seed(seed)  # the same for all
+    most = cache(lambda: _most(model))
     evaluations = {
-        name: evaluate(model, policy, many[name], seed=seed, **settings) for name, policy in policies.items()
+        name: _evaluate(model, policy, many[name], most, seed=seed, **settings)
+        for name, policy in policies.items()
     }
     return Comparison(evaluations, dict(training_seconds or {}))
-
-
-def most_exact(model: CPOMDP) -> Backend:
-    """The most exact backend that serves a model in reasonable time."""
-    from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
-    from cpomdp_ppl.signature import signature
-    from cpomdp_ppl.state import leaves
-
-    sizes = [leaf.shape.numel() for _, leaf in leaves(signature(model).state)]
-    candidates: list[Backend] = [ObservableOperator()] if model.states is not None else []
-    candidates += [GridFilter()] if sum(sizes) == 1 else []
-    episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
-    for backend in candidates:
-        try:
-            backend.run(model, episodes, seed=0)
-        except (UnsupportedModelError, DensityError):
-            continue
-        return backend
-    return ParticleFilter(num_particles=1024)

@@ -6,7 +6,8 @@ import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.agent import Agent
-from cpomdp_ppl.inference import ExtendedKalmanFilter, as_backend
+from cpomdp_ppl.inference import ExtendedKalmanFilter
+from cpomdp_ppl.inference.choice import default_backend
 from cpomdp_ppl.models import LightDark
 from solvers.policies import LSTMPolicy
 from tests.programs import EyesOpen
@@ -31,7 +32,7 @@ def test_its_posterior_is_the_filters(model):
     episodes = simulate(model, policy, 1, seed=4)
     agent = policy.agent(seed=1)
     play(agent, episodes)
-    filtering = as_backend("smc").run(model, episodes, seed=1)
+    filtering = default_backend(model).run(model, episodes, seed=1)
     torch.testing.assert_close(agent.posterior, filtering.posterior()[0, -1], rtol=1e-5, atol=1e-7)
     assert agent.time == model.horizon
 

@@ -12,9 +12,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
+from cpomdp_ppl import CPOMDP, Episodes, EpisodesFileError, RandomPolicy, simulate
 from cpomdp_ppl.files import DiskFullError
-from cpomdp_ppl.models import Beacons, LightDark
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
 from tests.programs import EyesOpen, Plates, Walk
 
@@ -424,6 +424,72 @@ def test_values_that_a_model_cannot_make_are_named(changes, message):
     Episodes.from_arrays(Counts(), [[0, 1]], COUNTS, states=[[0, 1, 2]])
     with pytest.raises(ValueError, match=message):
         Episodes.from_arrays(Counts(), [[0, 1]], COUNTS | changes, states=states)
+
+
+@pytest.mark.parametrize("make", [LineGrid, ContextualTiger])
+def test_integers_cannot_say_that_nothing_was_observed(make):
+    """What was simulated holds zeros where nothing was seen; handed over without `observed`, nobody knows."""
+    model = make()
+    episodes = drawn(model)
+    values = {site: value.numpy() for site, value in episodes.observations.items()}
+    seen = {site: flags.numpy() for site, flags in episodes.observed.items()}
+    site = next(iter(values))
+    b, t = np.argwhere(~seen[site])[0]
+    message = rf"observations\['{site}'\]: expected NaN .* or `observed`.*got 0.* at episode {b}, step {t}"
+    with pytest.raises(ValueError, match=message):
+        Episodes.from_arrays(model, episodes.actions, {name: x.astype(int) for name, x in values.items()})
+    told = [
+        {name: np.where(seen[name], x.astype(float), NAN) for name, x in values.items()},
+        {name: np.ma.masked_array(x.astype(int), ~seen[name]) for name, x in values.items()},
+    ]
+    for given in told:
+        again = Episodes.from_arrays(model, episodes.actions, given)
+        assert torch.equal(again.observed[site], episodes.observed[site])
+        assert torch.equal(again.observations[site], episodes.observations[site])
+    # Where everybody looked there is nothing to tell.
+    look = int(episodes.actions[episodes.observed[site]][0])
+    ones = {name: np.ones((1, 3), int) for name in values}
+    assert bool(Episodes.from_arrays(model, [[look] * 3], ones).observed[site].all())
+
+
+def test_masks_by_other_sites_and_initial_observations():
+    class Detector(CPOMDP):
+        contexts, actions, horizon, initial_observation = 2, 2, 2, True
+
+        def initial(self, context):
+            return torch.zeros(())
+
+        def transition(self, state, action, context):
+            return state
+
+        def observation(self, state, action, context):
+            detected = pyro.sample("detected", dist.Bernoulli(0.5))
+            pyro.sample("side", dist.Categorical(torch.ones(3)).mask(detected.bool()))
+
+        def reward(self, state, action, context):
+            return state
+
+    def read(first, side):
+        return Episodes.from_arrays(
+            Detector(),
+            [[0, 1]],
+            {"detected": [[1, 0]], "side": side},
+            initial_observations={"detected": [0], "side": first},
+        )
+
+    assert read([NAN], [[2, NAN]]).observed["side"].tolist() == [[True, False]]
+    with pytest.raises(
+        ValueError, match=r"\['side'\]: .*got 1 at episode 0, step 1, where the program masks"
+    ):
+        read([NAN], [[2, 1]])
+    with pytest.raises(ValueError, match=r"initial_observations\['side'\]: .*`initially_observed`.*got 0 at"):
+        read([0], [[2, NAN]])
+
+
+def test_masked_arrays_elsewhere_are_refused():
+    masked = np.ma.masked_array([[0, 2]], [[True, False]])
+    with pytest.raises(ValueError, match="actions: expected an array without masked entries"):
+        Episodes.from_arrays(LightDark(), masked, {"z": [[NAN, 1.0]]})
 
 
 def test_what_does_not_count_may_be_anything():

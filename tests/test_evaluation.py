@@ -3,18 +3,20 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.context import stratified
-from cpomdp_ppl.evaluation import Mean, compare, evaluate, most_exact
-from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.context import stratified, weighted_strata
+from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.evaluation import Evaluation, Mean, compare, evaluate
+from cpomdp_ppl.inference import ParticleFilter, reference_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
-from tests.programs import Walk
+from tests.programs import Skewed, Walk
 from tests.solvers.truth import known_context_value, solve, tables
 
 
@@ -76,6 +78,13 @@ def test_numbers_by_hand():
     error = math.sqrt(sum(part.standard_error**2 for part in parts)) / 3
     assert result.returns.standard_error == pytest.approx(error)
     assert result.regret is None
+    # Told the door and the context, there is a treasure every time: an upper bound on regret.
+    assert result.informed_return == pytest.approx(30.0)
+    assert result.regret_at_most is not None
+    assert result.regret_at_most.mean == pytest.approx(30.0 - result.returns.mean)
+    assert result.regret_at_most.standard_error == result.returns.standard_error
+    assert "30.000 can be earned (state and context known)" in str(result)
+    assert f"regret, at most   {result.regret_at_most.with_error()}" in str(result)
 
 
 def test_noise_is_paired_whatever_the_policy_draws():
@@ -95,7 +104,8 @@ def test_workers_make_no_difference():
     model = LineGrid()
     plan = solve(tables(model), model.horizon)
     one, two = (
-        evaluate(model, plan, 90, batch_size=25, workers=workers, seed=1).as_dict() for workers in (1, 2)
+        evaluate(model, plan, 90, prior=[0.98, 0.02], batch_size=25, workers=workers, seed=1).as_dict()
+        for workers in (1, 2)
     )
     del one["seconds_per_decision"], two["seconds_per_decision"]
     assert one == two
@@ -111,6 +121,11 @@ def test_a_table_of_policies():
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| random", "| left"]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert json.loads(json.dumps(table.as_dict()))["training_seconds"] == {"random": 3.0}
+    assert "≤" not in str(table)
+    tiger = compare(ContextualTiger(), {"random": RandomPolicy(3), "left": fixed_actions(*[1] * 10)}, 6)
+    for name, row in zip(tiger.evaluations, str(tiger).splitlines()[2:4], strict=True):
+        assert f"| ≤ {100 - tiger.evaluations[name].returns.mean:.2f} |" in row
+    assert str(tiger).endswith("as nobody earns more than 100.000, told context and state.")
     with pytest.raises(ValueError, match="policies"):
         compare(model, {})
     with pytest.raises(ValueError, match="num_episodes"):
@@ -135,12 +150,192 @@ def test_a_model_that_the_grid_refuses_is_left_to_particles():
         def transition(self, state, action, context):
             return state + pyro.sample("jump", dist.StudentT(2.0))
 
-    assert most_exact(Heavy()).name == "smc"
+    assert reference_backend(Heavy()).name == "smc"
 
 
 def test_contexts_are_spread_like_the_prior():
     result = evaluate(LineGrid(), RandomPolicy(3), 100, prior=[0.9, 0.1])
     assert [mean.num_episodes for mean in result.returns_by_context.values()] == [90, 10]
+
+
+RANDOM = RandomPolicy(2)
+
+
+@pytest.mark.parametrize("num_episodes", [2, 3, 4, 16, 17, 100])
+def test_a_rare_context_is_played_and_counts_as_the_prior_says(num_episodes):
+    """Before, 16 episodes gave 1.00 ± 0.00."""
+    result = evaluate(Skewed(), RANDOM, num_episodes)
+    assert result.returns.mean == pytest.approx(0.97 * 1 - 0.03 * 100, abs=1e-5)
+    assert result.returns.standard_error == (0.0 if num_episodes >= 4 else pytest.approx(0, abs=100))
+    assert result.identified == pytest.approx(0.97, abs=1e-6)  # what is seen tells too little to doubt
+    assert result.identified_error == (0.0 if num_episodes >= 4 else pytest.approx(0, abs=1))
+    assert result.unplayed == 0.0
+    assert sum(mean.num_episodes for mean in result.returns_by_context.values()) == num_episodes
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 3}, {"batch_size": 1}, {"told": True}])
+def test_weights_go_with_their_episodes(settings):
+    model = Skewed((0.9, 0.07, 0.03), (1.0, -100.0, 500.0), (0.0, 0.0, 0.0))
+    given = [0.5, 0.48, 0.02]
+    result = evaluate(model, RANDOM, 11, prior=given, **settings)
+    assert result.returns.mean == pytest.approx(0.5 * 1 - 0.48 * 100 + 0.02 * 500)
+    assert result.returns.standard_error == 0.0
+    each = result.per_episode
+    assert each.weights.sum() == pytest.approx(1.0)
+    for c, p in enumerate(given):
+        assert each.weights[each.contexts == c].sum() == pytest.approx(p)
+        assert (each.returns[each.contexts == c] == model.means[c]).all()
+
+
+def test_what_is_left_to_find_out_is_weighted_too():
+    """H(C|Y) and how often the likeliest context is right, against the table of `P(c, z)`."""
+    prior = np.array([0.5, 0.45, 0.05])
+    model = Skewed(prior.tolist(), (0.0,) * 3, (0.0,) * 3)
+    joint = prior[:, None] * np.array([[0.7, 0.3], [0.4, 0.6], [0.4, 0.6]])  # [C, Z]
+    bits = -(joint * np.log2(joint / joint.sum(0))).sum()
+    result = evaluate(model, RANDOM, 3000, seed=1)
+    assert abs(result.entropy.mean - bits) < 3 * result.entropy.standard_error
+    assert abs(result.identified - joint.max(0).sum()) < 3 * result.identified_error
+    # Of six episodes every context gets two: it is weights that make up for it.
+    few = evaluate(model, RANDOM, 6, seed=2)
+    each = few.per_episode
+    for found, error, values in (
+        (few.entropy.mean, few.entropy.standard_error, each.entropies.numpy()),
+        (few.identified, few.identified_error, each.identified.double().numpy()),
+    ):
+        assert (found, error) == pytest.approx(stratified_by_hand(values, each.contexts.numpy(), prior))
+
+
+def stratified_by_hand(values, strata, prior):
+    """`Σ P(c) ȳ_c` and the root of `Σ P(c)² s_c² / n_c`; a stratum of one varies as much as it is far off."""
+    mean, variance, n = 0.0, 0.0, len(values)
+    for c, p in enumerate(prior):
+        own = values[strata == c]
+        mean += p * own.mean()
+        s2 = own.var(ddof=1) if len(own) > 1 else (own[0] - values.mean()) ** 2 * n / (n - 1)
+        variance += p**2 * s2 / len(own)
+    return mean, variance**0.5
+
+
+@pytest.mark.parametrize("num_episodes", [5, 7, 9, 10, 11, 60])
+def test_a_mean_of_strata(num_episodes):
+    rng = np.random.default_rng(num_episodes)
+    for _ in range(20):
+        prior = rng.dirichlet([0.5] * 5)
+        contexts, weights = weighted_strata(torch.from_numpy(prior), num_episodes)
+        values = rng.normal(size=num_episodes) * (1 + contexts.numpy())
+        found = Mean.of(torch.from_numpy(values), contexts, weights)
+        expected = stratified_by_hand(values, contexts.numpy(), prior)
+        assert (found.mean, found.standard_error) == pytest.approx(expected)
+    alone = Mean.of(
+        torch.from_numpy(values), torch.arange(num_episodes)
+    )  # all strata of one, alike in weight
+    assert alone.standard_error == pytest.approx(values.std(ddof=1) / num_episodes**0.5)
+    assert alone.deviation == pytest.approx(values.std(ddof=1))
+
+
+def test_errors_cover_the_truth_as_often_as_they_should():
+    """A skewed prior, in the rarest context of which ten of 500 episodes are played; 1,000 evaluations."""
+    prior, R = torch.tensor([0.7, 0.25, 0.03, 0.02], dtype=torch.float64), 1000
+    means, spreads = torch.tensor([1.0, -3.0, 40.0, -300.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    contexts, weights = weighted_strata(prior, 500)
+    noise = torch.randn(R, 500, generator=torch.Generator().manual_seed(0))
+    found = [Mean.of(y, contexts, weights) for y in means[contexts] + spreads[contexts] * noise]
+    z = np.array([(each.mean - float(prior @ means.double())) / each.standard_error for each in found])
+    # Binomial standard errors of the shares: 0.015 and 0.007.
+    assert abs(np.mean(np.abs(z) < 1) - 0.683) < 0.045
+    assert abs(np.mean(np.abs(z) < 1.96) - 0.95) < 0.021
+
+
+def test_a_stratum_of_one_is_held_too_uncertain_rather_than_too_sure():
+    """Five contexts and seven episodes, of which four are alone in their context."""
+    prior = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
+    contexts, weights = weighted_strata(prior, 7)
+    assert torch.bincount(contexts).tolist() == [3, 1, 1, 1, 1]
+    for means in ([0.0] * 5, [0.0, 1.0, -1.0, 2.0, -5.0]):
+        spreads = torch.tensor([1.0, 1.0, 1.0, 1.0, 9.0])[contexts]
+        noise = spreads * torch.randn(500, 7, generator=torch.Generator().manual_seed(1))
+        found = [Mean.of(y, contexts, weights) for y in torch.tensor(means)[contexts] + noise]
+        true_variance = np.var([each.mean for each in found])
+        told = np.mean([each.standard_error**2 for each in found])
+        assert told > 0.9 * true_variance  # up to 1/n too little, if the others have no spread at all
+
+
+def test_no_possible_context_is_left_out():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        C = int(rng.integers(1, 9))
+        prior = rng.dirichlet([0.3] * C) * (rng.random(C) > 0.2)
+        if not prior.sum():
+            continue
+        prior = torch.from_numpy(prior / prior.sum())
+        possible = int((prior > 0).sum())
+        B = int(rng.integers(possible, 60))
+        contexts, weights = weighted_strata(prior, B)
+        counts = torch.bincount(contexts, minlength=C)
+        assert len(contexts) == len(weights) == B
+        assert ((counts > 0) == (prior > 0)).all()
+        assert counts[prior > 0].min() >= min(2, B // possible)
+        assert torch.bincount(contexts, weights, minlength=C).numpy() == pytest.approx(prior.numpy())
+    for C in (1, 2, 3, 7):  # nothing new where there was nothing wrong
+        uniform = torch.full((C,), 1 / C)
+        contexts, weights = weighted_strata(uniform, 4 * C)
+        assert torch.equal(contexts, stratified(uniform, 4 * C))
+        assert weights.numpy() == pytest.approx(1 / (4 * C))
+
+
+def test_fewer_episodes_than_contexts_are_right_on_average():
+    prior, means = np.array([0.4, 0.3, 0.2, 0.1]), np.array([1.0, -2.0, 30.0, -4.0])
+    drawn = [weighted_strata(torch.from_numpy(prior), 3, seed) for seed in range(2000)]
+    estimates = np.array([(weights.numpy() * means[contexts]).sum() for contexts, weights in drawn])
+    assert abs(estimates.mean() - prior @ means) < 3 * estimates.std() / 2000**0.5
+    model = Skewed(prior.tolist(), means.tolist(), (0.0,) * 4)
+    for seed in range(6):
+        found = evaluate(model, RANDOM, 3, seed=seed)
+        played = found.per_episode.contexts.unique().numpy()
+        assert found.returns.mean == pytest.approx(float(means[found.per_episode.contexts].mean()))
+        assert found.unplayed == pytest.approx(1 - prior[played].sum())
+        assert "not played" in str(found)
+        assert len(played) > 1
+        spread = means[found.per_episode.contexts].std(ddof=1)
+        assert found.returns.standard_error == pytest.approx(spread / 3**0.5)
+    assert evaluate(model, RANDOM, 3, seed=seed).returns == found.returns
+    # Of a single context that was drawn twice, nobody knows how far others are.
+    alike = evaluate(Skewed((0.98, 0.01, 0.01), (1.0, -100.0, 7.0), (0.0,) * 3), RANDOM, 2)
+    assert alike.per_episode.contexts.tolist() == [0, 0]
+    assert alike.returns.with_error() == "1.000 ± –"
+    assert "not played      contexts of probability 0.02, for want of episodes" in str(alike)
+
+
+def test_paired_differences():
+    """The same worlds in the same places: the difference to oneself is nothing."""
+    model = LineGrid()
+    one = evaluate(model, RandomPolicy(3), 30, batch_size=7, seed=2).per_episode
+    left = evaluate(model, fixed_actions(*[0] * 10), 30, batch_size=7, seed=2).per_episode
+    assert torch.equal(one.contexts, left.contexts)
+    difference = one.mean(one.returns - left.returns)
+    assert difference.mean == pytest.approx(float((one.returns - left.returns).mean()))
+    assert one.mean(one.returns) == evaluate(model, RandomPolicy(3), 30, batch_size=7, seed=2).returns
+
+
+def test_evaluations_of_earlier_versions_can_be_read():
+    mean = {"mean": 1.5, "standard_error": 0.1, "deviation": 1.0, "num_episodes": 100}
+    old = {
+        "returns": mean,
+        "returns_by_context": {"left": mean, "right": {**mean, "standard_error": None}},
+        "entropy": mean,
+        "identified": 0.9,
+        "regret": None,
+        "seconds_per_decision": 1e-4,
+        "likelihood": "exact",
+    }
+    read = Evaluation.from_dict(json.loads(json.dumps(old)))
+    assert read.returns == Mean(1.5, 0.1, 1.0, 100)
+    assert math.isnan(read.returns_by_context["right"].standard_error)
+    assert read.regret_at_most is None
+    assert "90.0 ± – %" in str(read)
+    new = evaluate(ContextualTiger(), RandomPolicy(3), 9)
+    assert Evaluation.from_dict(json.loads(json.dumps(new.as_dict()))) == new
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.3, 0.999])
@@ -152,9 +347,9 @@ def test_strata_are_as_even_as_can_be(offset):
 
 
 def test_the_most_exact_backend():
-    assert most_exact(LineGrid()).name == "exact"
-    assert most_exact(LightDark()).name == "grid"
-    assert most_exact(Beacons()) == ParticleFilter(num_particles=1024)
+    assert reference_backend(LineGrid()).name == "exact"
+    assert reference_backend(LightDark()).name == "grid"
+    assert reference_backend(Beacons()) == ParticleFilter(num_particles=1024)
 
 
 def test_it_says_everything_in_words_and_as_numbers():
@@ -173,3 +368,22 @@ def test_nonsense_is_refused():
         evaluate(LineGrid(), RandomPolicy(3), 0)
     with pytest.raises(ValueError, match="prior"):
         evaluate(LineGrid(), RandomPolicy(3), 10, prior=[0.5, 0.6])
+
+
+class Needle(Walk):
+    """A state that is seen without noise, up to rounding to a third: few particles are ever right."""
+
+    horizon = 2
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Delta((3.0 * state).round()))
+
+
+def test_an_episode_that_loses_its_particles_does_not_take_the_others_along():
+    few = ParticleFilter(num_particles=4)
+    episodes = simulate(Needle(), RandomPolicy(2), 20, seed=0)
+    with pytest.raises(DegenerateWeightsError, match="num_particles"):
+        few.run(Needle(), episodes, seed=0)
+    result = evaluate(Needle(), RandomPolicy(2), 20, likelihood=few)
+    assert result.returns.num_episodes == 20
+    assert 0 <= result.entropy.mean <= 1

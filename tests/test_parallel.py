@@ -23,7 +23,7 @@ import baselines
 import cpomdp_ppl
 import solvers
 from cpomdp_ppl import RandomPolicy, compare, evaluate, parallel
-from cpomdp_ppl.errors import ModelError
+from cpomdp_ppl.errors import ModelError, ResolutionError
 from cpomdp_ppl.files import DiskFullError
 from cpomdp_ppl.models import LightDark, LineGrid
 from cpomdp_ppl.parallel import WorkerKilledError, in_parallel, one_thread
@@ -245,6 +245,7 @@ def error_classes():
 def test_errors_survive_the_way_between_processes():
     special = {
         ModelError: ("M", ["one", "two"]),
+        ResolutionError: ("why", 1000),
         WorkerKilledError: ([1, 2],),
         DiskFullError: ("/somewhere",),
         SweepError: (["a"], {(1,): "why"}, xr.Dataset(coords={"a": [1]}), "kept"),

@@ -3,6 +3,7 @@
 from cpomdp_ppl.diagnostics.calibration import Calibration, calibrate, calibrate_contexts
 from cpomdp_ppl.diagnostics.inference_data import to_inference_data
 from cpomdp_ppl.diagnostics.plots import plot_agreement, plot_contexts, plot_filter, plot_states
+from cpomdp_ppl.diagnostics.summaries import summary
 
 __all__ = [
     "Calibration",
@@ -12,5 +13,6 @@ __all__ = [
     "plot_contexts",
     "plot_filter",
     "plot_states",
+    "summary",
     "to_inference_data",
 ]

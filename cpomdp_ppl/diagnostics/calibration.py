@@ -15,9 +15,9 @@ from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
 from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import checked, inferring, initial_step, require_same_sites, steps
 from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.isolation import isolated, require_seed, seed_for
 from cpomdp_ppl.model import CPOMDP
@@ -293,7 +293,7 @@ class Calibration:
 def calibrate(
     model: CPOMDP,
     policy: Policy | Callable[[History], Decision],
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     num_episodes: int = 2000,
     *,
     believed: CPOMDP | None = None,
@@ -315,7 +315,7 @@ def calibrate(
     Args:
         model: The CPOMDP that the episodes come from.
         policy: Who acts. What it never looks at is not tested.
-        likelihood: The filter: a backend or its name.
+        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         num_episodes: How many episodes.
         believed: The CPOMDP that the filter goes by, if another: shows what a wrong model does.
         prior: Over contexts, `[C]`: contexts are drawn from it, and the filter goes by it. Left out, that
@@ -347,7 +347,7 @@ def calibrate(
     )
     require(bins > 1, "bins", bins, "at least 2")
     require_seed(seed)
-    backend = as_backend(likelihood)
+    backend = backend_for(model, likelihood)
     given = None if prior is None else one_prior(prior, model)
     episodes = simulate(model, policy, B, prior=given, seed=seed_for(seed, 0))
     assert episodes.contexts is not None

@@ -19,8 +19,9 @@ from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import ParticleFilter, as_backend
+from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inferring, require_same_sites
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -52,7 +53,7 @@ FILTER, AFTER, BEFORE, NOISE, WORLD = range(5)
 def to_inference_data(
     model: CPOMDP,
     episodes: Episodes,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     *,
     chains: int = 4,
     draws: int = 250,
@@ -70,8 +71,9 @@ def to_inference_data(
     take many chains of few draws. The attribute `smoothing` says how trajectories were found; by
     `genealogy`, SMC's early states have few distinct ancestors. The other backends (exact, Kalman, grid)
     are deterministic: their chains share one filter and differ in the draws alone, so R-hat is 1 but for
-    chance and says nothing about their bias. Of what never varies (a state that is known, a context that is
-    excluded) there is no R-hat, and ArviZ shows NaN.
+    chance and says nothing about their bias. `cpomdp_ppl.diagnostics.summary` is ArviZ's, but knows `"state"`
+    for all components of a state, and that of what never varies (a state that is known, a context that is
+    sure) chains agree, where `az.summary` shows NaN for R-hat, with warnings.
 
     Groups (`time` runs 0 … T; past an episode's length states stand still, and nothing is observed):
 
@@ -93,7 +95,8 @@ def to_inference_data(
       `log Σ_c P(c) p(y | c)`, `[chain, episode]`; `context_probability` `P(c | o_{0:t})`
       `[chain, episode, time, context]`; `information_gain`, the fall of its entropy in nats,
       `[chain, episode, time]`. Of SMC also `ess` and `resampled` `[chain, episode, time, context]`, and
-      `log_likelihood_se` `[chain, episode, context]`; `ess` is that after a step, and NaN at time 0.
+      `log_likelihood_se` `[chain, episode, context]`, infinite where a run cannot tell; `ess` is that after
+      a step, and NaN at time 0.
 
     **What `az.loo` means here.** It leaves out one step's factor `p(o_{t+1} | h_t, a_t, c)` at a time: how
     well does the context, as all other steps show it, predict what was seen in this one, given the history
@@ -108,7 +111,7 @@ def to_inference_data(
     Args:
         model: The CPOMDP.
         episodes: What was done and seen.
-        likelihood: A backend, or its name.
+        likelihood: A backend, or its name; left out, the `default_backend` for the model.
         chains: How many times to run the filter.
         draws: How many contexts and trajectories to draw from each run, for every episode.
         prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
@@ -171,7 +174,7 @@ def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> I
 def inference_groups(
     model: CPOMDP,
     episodes: Episodes,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     *,
     chains: int = 4,
     draws: int = 250,
@@ -181,7 +184,7 @@ def inference_groups(
 ) -> dict[str, xr.Dataset]:
     """The groups of `to_inference_data`, as datasets."""
     require_model(model)
-    backend = as_backend(likelihood)
+    backend = backend_for(model, likelihood)
     chains, draws = require_count("chains", chains), require_count("draws", draws)
     number = fresh_seed(seed)
     require(isinstance(progress, bool), "progress", progress, "True or False")

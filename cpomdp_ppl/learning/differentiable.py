@@ -20,11 +20,11 @@ from cpomdp_ppl.inference import (
     ObservableOperator,
     UnscentedKalmanFilter,
 )
+from cpomdp_ppl.inference.cells import SHARERS
 from cpomdp_ppl.inference.extended_kalman import ExtendedRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed, block_diagonal
-from cpomdp_ppl.inference.grid import AT_ONCE, BLOCK, Band, GridRecursion, Transition
+from cpomdp_ppl.inference.grid import AT_ONCE, BLOCK, Band, GridRecursion, Transition, nonnegative
 from cpomdp_ppl.inference.kalman import (
-    Expected,
     Function,
     GaussianBelief,
     KalmanRecursion,
@@ -32,11 +32,11 @@ from cpomdp_ppl.inference.kalman import (
     product,
 )
 from cpomdp_ppl.inference.observable_operator import DiscreteRecursion, FiniteRecursion
-from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.unscented_kalman import UnscentedRecursion
 
 if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend, Recursion
+    from cpomdp_ppl.inference.scoring import Seen
     from cpomdp_ppl.model import CPOMDP
 
 TINY = 1e-30
@@ -105,18 +105,7 @@ class _Noisy(Sensed):
 
 
 class _Kalman(KalmanRecursion):
-    def expected(self, points: Tensor, seen: Seen) -> Expected:
-        """As the base, but with the graph of the noise."""
-        a = None if seen.action is None else axes(seen.action, len(self.own))
-        with _Noisy(seen, self.signature, points.shape[:-1]) as sensed:
-            self.model.observation(self.coordinates.state(points), a, self.context)
-        dtype = self.coordinates.dtype
-        return Expected(
-            torch.cat(sensed.means, -1).to(dtype),
-            block_diagonal(sensed.covariances).to(dtype),
-            torch.cat(sensed.values, -1).to(dtype),
-            None if seen.everything else torch.cat(sensed.observed, -1),
-        )
+    sensing = _Noisy
 
 
 class _Unscented(_Kalman, UnscentedRecursion):
@@ -203,8 +192,8 @@ class _Grid(_Discrete, GridRecursion):
         where, weights, _ = self._push("transition", x[:1], a, nodes)
         if not (where.requires_grad or weights.requires_grad):
             found = super()._transition(a)
-            return _Moving(found.bands, found.identity, found.signed)
-        size = max(1, min(BLOCK, AT_ONCE // (len(where) * len(self.context) * 4**self.dim)))
+            return _Moving(found.bands, found.identity, found.signed, found.shape)
+        size = max(1, min(BLOCK, AT_ONCE // (len(where) * len(self.context) * SHARERS**self.dim)))
         bands = []
         for start in range(0, len(x), BLOCK):
             parts = x[start : start + BLOCK].split(size)
@@ -215,7 +204,7 @@ class _Grid(_Discrete, GridRecursion):
             columns = (table != 0).any(0).any(0).nonzero()[:, 0]
             low, high = int(columns[0]), int(columns[-1]) + 1
             bands.append(Band(start, low, high, table[..., low:high]))
-        return _Moving(bands, identity=False, signed=True)
+        return _Moving(bands, identity=False, signed=True, shape=self.grid.shape)
 
 
 class _Moving(Transition):
@@ -224,10 +213,7 @@ class _Moving(Transition):
             return p
         apply: Any = _Moved.apply
         moved: Tensor = apply(p, self, *[band.weights for band in self.bands])
-        if self.signed:
-            moved = moved.clamp(min=0)
-            moved = moved / moved.sum(-1, keepdim=True)
-        return moved
+        return nonnegative(moved, self.shape) if self.signed else moved
 
 
 class _Moved(Differentiable):
@@ -236,7 +222,7 @@ class _Moved(Differentiable):
     @staticmethod
     def forward(ctx: Any, p: Tensor, transition: Transition, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(p, *weights)
-        plain = Transition(transition.bands, identity=False, signed=False)
+        plain = Transition(transition.bands, identity=False, signed=False, shape=transition.shape)
         ctx.transition = plain
         return plain(p)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import pyro.poutine as poutine
 import torch
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference import ParticleFilter
     from cpomdp_ppl.inference.backend import Backend, Recursion
     from cpomdp_ppl.model import CPOMDP
 
@@ -224,6 +227,9 @@ class Estimator:
         backend: Its estimate of each likelihood is unbiased, or exact.
         use_contexts: Whether to condition on contexts that are known.
         blocks: How many; not more than there are episodes.
+
+    Attributes:
+        impossible: Why the last estimate that was minus infinity was, in words.
     """
 
     def __init__(
@@ -237,7 +243,17 @@ class Estimator:
         B = len(episodes)
         G = min(blocks, B)
         self.bounds = [(g * B // G, (g + 1) * B // G) for g in range(G)]
+        self.impossible = ""
         self._size: int | None = None
+
+    def with_particles(self, num_particles: int) -> Estimator:
+        """The same by a particle filter with so many particles."""
+        other = copy(self)
+        other.backend, other._size = (
+            replace(cast("ParticleFilter", self.backend), num_particles=num_particles),
+            None,
+        )
+        return other
 
     def __call__(self, at: Mapping[str, Tensor], seed: int) -> float:
         """An estimate of it all; minus infinity if no particle of an episode is where it was."""
@@ -266,6 +282,7 @@ class Estimator:
             try:
                 per_context = log_likelihoods(recursion, self.episodes[part], start)
                 total += float(marginal(per_context, log_prior, known, start).sum())
-            except DegenerateWeightsError:
+            except DegenerateWeightsError as error:
+                self.impossible = str(error)
                 return -float("inf")
         return total

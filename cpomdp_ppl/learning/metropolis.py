@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.errors import DensityError, rejected
+from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.isolation import isolated, seed_for
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.learning.likelihood import Estimator
     from cpomdp_ppl.learning.parameters import Unconstrained
 
-WALK, ESTIMATE, REPLICATE = range(3)
+WALK, ESTIMATE, REPLICATE, START = range(4)
 """What random numbers are for."""
 
 TARGET = 0.25
@@ -26,6 +27,15 @@ TARGET = 0.25
 
 FREEDOM = 5
 """Degrees of freedom of jumps: tails heavier than those of a posterior that is nearly normal."""
+
+NEARBY, AFAR = 10, 20
+"""Places about the initial values, and draws from the prior, at which a start is looked for."""
+
+TRIES = 3
+"""Random numbers that a block gets at such a place before it counts as impossible there."""
+
+MORE = (4, 16, 64)
+"""Times as many particles, with which a place is looked for where a start would be possible."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,22 @@ class Target:
         estimates = self.estimator.per_block(values, dict(enumerate(seeds)))
         return Point(u, log_prior, log_jacobian, tuple(estimates.values()), seeds)
 
+    def from_prior(self, seed: int) -> Tensor:
+        """A draw from the prior, on the unconstrained scale, `[P]`; NaN where that has no such value."""
+        parts = []
+        with torch.no_grad(), isolated(seed):
+            for one, transform in zip(self.space.parameters, self.space.transforms, strict=True):
+                prior = self.prior[one.name]
+                shape = one.value.shape[: one.value.dim() - len(prior.event_shape)]
+                parts.append(transform.inv(prior.expand(shape).sample().double()).reshape(-1))
+        return torch.cat(parts)
+
+    def values(self, u: Tensor) -> dict[str, Any]:
+        """The parameters at u as plain numbers, for messages."""
+        with torch.no_grad():
+            found = self.space.values(u)
+        return {name: _rounded(value) for name, value in found.items()}
+
     def renewed(self, point: Point, block: int, seed: int) -> Point:
         """The same place with other random numbers for one block."""
         with torch.no_grad(), isolated(0):
@@ -108,6 +134,11 @@ class Target:
         estimates, seeds = list(point.log_likelihoods), list(point.seeds)
         estimates[block], seeds[block] = self.estimator.per_block(values, {block: seed})[block], seed
         return replace(point, log_likelihoods=tuple(estimates), seeds=tuple(seeds))
+
+
+def _rounded(value: Tensor) -> Any:
+    digits = [float(f"{x:.4g}") for x in value.flatten().tolist()]
+    return torch.tensor(digits, dtype=torch.float64).reshape(value.shape).tolist()
 
 
 def _log_prior(prior: Any, value: Tensor) -> float:
@@ -176,18 +207,49 @@ class Walk:
         return target.at(u, tuple(self._seed() for _ in target.estimator.bounds))
 
     def _begin(self, target: Target) -> Point:
-        """A place that is possible, about the initial values."""
+        """A place that is possible: about the initial values, or else a draw from the prior."""
         middle = self._anew(target, self.centre)
-        if not math.isfinite(middle.log_density):
-            values = {name: value.tolist() for name, value in target.space.values(self.centre).items()}
-            what = "prior" if not math.isfinite(middle.log_prior) else "estimated likelihood"
-            raise rejected("initial", values, f"values at which the {what} is not zero")
+        if not math.isfinite(middle.log_prior):
+            raise rejected("initial", target.values(self.centre), "values at which the prior is not zero")
         root = torch.linalg.cholesky(self.covariance) * (2.0 if self.known else 1.0)
-        for _ in range(10):
+        for _ in range(NEARBY):
             point = self._anew(target, self.centre + root @ self._normal(self.P))
             if math.isfinite(point.log_density):
                 return point
-        return middle
+        return middle if math.isfinite(middle.log_density) else self._begin_afar(target, middle)
+
+    def _begin_afar(self, target: Target, middle: Point) -> Point:
+        """Where a start is possible, if the estimate is zero about the initial values.
+
+        A start may be anywhere, and its random numbers may be any: neither changes what the chain tends to.
+        """
+        point, best = self._revived(target, middle), middle
+        for k in range(AFAR):
+            if math.isfinite(point.log_density):
+                self.centre = point.u
+                self.given = self.centre, self.covariance
+                return point
+            best = max(best, point, key=_blocks_alive)
+            try:
+                drawn = target.from_prior(seed_for(self.seed, START, self.chain, k))
+                point = self._revived(target, self._anew(target, drawn))
+            except (DensityError, NotImplementedError):  # a wild value, or a prior that cannot be drawn from
+                continue
+        error = rejected(
+            "initial", target.values(middle.u), "values at which the estimated likelihood is not zero"
+        )
+        raise ValueError(f"{error}; {_way_out(target, middle, best)}")
+
+    def _revived(self, target: Target, point: Point) -> Point:
+        """The same place, with other random numbers for blocks whose estimate is zero there."""
+        for block in range(len(point.seeds) if target.noisy and math.isfinite(point.log_prior) else 0):
+            for _ in range(TRIES):
+                if math.isfinite(point.log_likelihoods[block]):
+                    break
+                point = target.renewed(point, block, self._seed())
+            else:
+                return point
+        return point
 
     def _again(self, target: Target, point: Point) -> Point:
         """The same place with a new estimate: a lucky one of warm-up is not to last."""
@@ -245,3 +307,27 @@ class Walk:
         self.centre = (1 - share) * self.given[0] + share * self.mean
         self.covariance = (1 - share) * self.given[1] + share * self.scatter
         return self._again(target, point)  # or a lucky estimate holds the walk, and it learns nothing
+
+
+def _blocks_alive(point: Point) -> int:
+    """In how many blocks of episodes the likelihood is not zero; none where the prior is."""
+    return sum(map(math.isfinite, point.log_likelihoods)) if math.isfinite(point.log_prior) else -1
+
+
+def _way_out(target: Target, *places: Point) -> str:
+    """What is wrong with initial values about which no start was found, and what to pass instead."""
+    estimator, backend = target.estimator, target.estimator.backend
+    nowhere = f"about there, and at {AFAR} draws from the prior, it is zero, too ({estimator.impossible})"
+    if not isinstance(backend, ParticleFilter):
+        return f"{nowhere}; pass `initial` values at which the episodes are possible"
+    N = backend.num_particles
+    for more in (times * N for times in MORE):
+        for k, point in enumerate(places):
+            if math.isfinite(estimator.with_particles(more)(target.space.values(point.u), k)):
+                given = f"num_particles={more}, initial={target.values(point.u)}"
+                return f"{nowhere} with {N} particles, but with {more} it is not: pass {given}"
+    return (
+        f"{nowhere} with {N} particles, and with {MORE[-1] * N} at the most promising place: pass `initial` "
+        f'values at which the episodes are possible, or likelihood=ParticleFilter({N}, guide="ekf"), which '
+        "looks ahead, where that serves the model"
+    )

@@ -99,7 +99,8 @@ def particle_marginal_metropolis_hastings(
         chains: Independent of each other.
         draws: Of each chain, after warm-up.
         warm_up: Steps of each chain that are not kept.
-        initial: Values to start about, in place of the model's own.
+        initial: Values to start about, in place of the model's own. A chain that finds an estimate of zero
+            there starts at a draw from the prior at which it is not.
         covariance: Of the posterior on the unconstrained scale, `[P, P]`, as far as it is known:
             `Estimate.covariance`. Chains start at draws of twice its spread; without it, at draws with
             standard deviations of 0.2.
@@ -118,7 +119,8 @@ def particle_marginal_metropolis_hastings(
 
     Raises:
         ValueError: If the model has no `PyroParam`, a parameter has no prior, or a prior no parameter; if
-            the posterior density is zero at the start; and on other arguments that make no sense.
+            the prior is zero at the start; if no start is found at which the estimated likelihood is not,
+            saying what to pass instead; and on other arguments that make no sense.
         ObservationError: If the episodes are not of this model.
         DensityError: If a program leaves the reals.
 

@@ -139,3 +139,26 @@ class Sensor(CPOMDP):
 
     def reward(self, state, action, context):
         return torch.zeros(state.shape)
+
+
+class Window(CPOMDP):
+    """One of a hundred places, and a look at it through a window: outside of that nothing is possible."""
+
+    contexts, actions, horizon = 2, 1, 1
+    places = 100
+
+    def __init__(self, width=0.6):
+        super().__init__()
+        self.width = positive(width)
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Categorical(torch.ones(self.places)))
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Uniform(state - self.width, state + self.width))
+
+    def reward(self, state, action, context):
+        return torch.zeros(state.shape)

@@ -1,5 +1,7 @@
+import ast
 import os
 import random
+import re
 import signal
 import threading
 
@@ -16,7 +18,7 @@ from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
 from cpomdp_ppl.learning.likelihood import Estimator
 from cpomdp_ppl.models import LightDark
-from tests.learning.programs import Alarm, Constant, positive
+from tests.learning.programs import Alarm, Constant, Window, positive
 
 QUICK = {"chains": 2, "draws": 5, "warm_up": 5, "num_particles": 8, "progress": False}
 
@@ -80,6 +82,44 @@ def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
     estimate = data.sample_stats["log_likelihood"].values
     expected = estimate + prior.log_prob(torch.as_tensor(drawn.values)).numpy()
     assert np.allclose(lp, expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
+def test_a_start_where_no_particle_is():
+    """At a width of 0.6, 16 of a hundred places leave most episodes impossible; draws from the prior help."""
+    episodes = simulate(Window(10.0), RandomPolicy(1), 10, seed=0)
+    prior = {"width": dist.Uniform(0.5, 30.0)}
+    options = {**QUICK, "num_particles": 16, "seed": 0}
+    data = particle_marginal_metropolis_hastings(Window(0.6), episodes, prior, **options)
+    width = data.posterior["width"].values
+    assert bool(np.isfinite(data.sample_stats["lp"]).all())
+    assert bool(((width > 0.6) & (width < 30.0)).all())
+    assert width[0, 0] != width[1, 0]  # each chain found its own
+
+
+@pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
+def test_no_start_at_all_says_what_to_pass():
+    episodes = simulate(Window(0.6), RandomPolicy(1), 10, seed=0)
+    prior = {"width": dist.Uniform(0.55, 0.65)}
+    options = {**QUICK, "blocks": 1, "num_particles": 32, "seed": 0}
+    with pytest.raises(ValueError, match=r"initial: .*with 32 particles, but with") as found:
+        particle_marginal_metropolis_hastings(Window(0.6), episodes, prior, **options)
+    said = re.search(r"time 1 of episode \d+: .* pass num_particles=(\d+), initial=(.*)$", str(found.value))
+    options |= {"num_particles": int(said[1]), "initial": ast.literal_eval(said[2])}
+    particle_marginal_metropolis_hastings(Window(0.6), episodes, prior, **options)
+
+
+@pytest.mark.parametrize("likelihood", [None, "exact"])
+def test_episodes_that_are_not_the_models(likelihood):
+    model = Alarm() if likelihood else Window()
+    episodes = simulate(model, RandomPolicy(1), 3, seed=0)
+    site = "alarm" if likelihood else "z"
+    episodes.observations[site][1, 0] = 1.0 if likelihood else 300.0
+    if likelihood:
+        model.observation = lambda state, action, context: pyro.sample("alarm", dist.Delta(0.0 * model.power))
+    prior = {"power": dist.Beta(2.0, 2.0)} if likelihood else {"width": dist.Uniform(0.5, 30.0)}
+    with pytest.raises(ValueError, match=r"no context can have produced.*pass `initial` values"):
+        particle_marginal_metropolis_hastings(model, episodes, prior, likelihood=likelihood, seed=0, **QUICK)
 
 
 def test_groups_and_seeds():
