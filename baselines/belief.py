@@ -117,6 +117,7 @@ def evenly_weighted(states: Any, dtype: torch.dtype) -> Cloud:
         torch.zeros((C, B, N), dtype=torch.int32, device=some.device),
         torch.full((C, B), float(N), dtype=dtype, device=some.device),
         torch.zeros((C, B), dtype=torch.bool, device=some.device),
+        torch.zeros((C, B), dtype=dtype, device=some.device),
     )
 
 

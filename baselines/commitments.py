@@ -61,6 +61,29 @@ def returns_of(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tenso
     return returns.view(-1, len(time), G)
 
 
+def returns_after(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tensor:
+    """What every action earns if each plan is kept to after it, in every context, on average over the states.
+
+    Args:
+        plans: The action at each time, `[G, T]`.
+        programs: The model's, as its particle filter runs them.
+        states: Where the action is taken, leaves `[C, R, M, …]`.
+        time: When, `[R]`, before the horizon.
+
+    Returns:
+        `[C, R, A, G]`.
+    """
+    A, (_, some) = programs.model.num_actions, next(leaves(states))
+    C, R, M = some.shape[:3]
+    shape = torch.Size((C, R * A, M))
+    copies = map_state(lambda leaf: leaf.repeat_interleave(A, 1), states)  # [C, R·A, M, …]
+    action = torch.arange(A, device=time.device).repeat(R)
+    reward = programs.reward(copies, action, shape).mean(2)  # [C, R·A]
+    after = moved(programs, copies, action, shape)
+    to_come = returns_of(plans, programs, after, (time + 1).repeat_interleave(A))  # [C, R·A, G]
+    return (reward[..., None] + to_come).view(C, R, A, -1)
+
+
 def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor], Tensor]) -> Tensor:
     """The mean return of open-loop play in every context, `[C, R]`.
 

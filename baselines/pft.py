@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baselines.belief import Memory, as_seen, conditioned, drawn, evenly_weighted, thinned
-from baselines.commitments import Commitment, plans, play, returns_of
+from baselines.commitments import Commitment, plans, play, returns_after, returns_of
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
@@ -65,15 +65,17 @@ class PFT:
         num_simulations: Simulations in a search, each of which adds a node.
         num_particles: Particles for every context in a node.
         exploration: UCB1's constant, in units of reward. Left out, a quarter of what the best and the worst
-            return are apart that a search has met, commitments in each context among them.
+            return are apart that a search has met, those of commitments in each context among them.
         widening: `(k, α)`.
-        leaf: What a new node is worth. `"commitment"`: the best of the commitments, chosen without knowing
-            the context, which some policy earns; each also is the first value of the action that it begins
-            with, and counts as one visit; `"qmdp"`: the best in each context, as if it were known,
-            which is optimistic; `"rollout"`: random actions; or a function
-            `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`.
+        leaf: What a new node is worth. `"commitment"`: the best action and the best commitment after it,
+            chosen without knowing the context, which some policy earns; that of each action also is its
+            first value, and counts as one visit. (Were an action's first value what it earns if it is
+            repeated for ever, whatever costs now and pays later would never be tried.) `"qmdp"`: the best
+            commitment in each context, as if it were known, which is optimistic; `"rollout"`: random actions;
+            or a function `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`.
         commitments: What `"commitment"` and `"qmdp"` choose from: actions to repeat, by index or name, or
-            functions from the time to one. Left out, every action.
+            functions from the time to one. Left out, every action; a leaf is then valued by as many plans as
+            there are pairs of actions.
         temperature: τ, for IPFT.
         leaf_particles: States M in every context that a leaf is valued by.
         root_particles: Particles for every context in the filter that follows the episode.
@@ -302,9 +304,9 @@ class Search:
         self.highest = -self.lowest
         if settings.leaf == "commitment":
             now = torch.full_like(self.episode, time)
-            returns = returns_of(self.plans, self.filter, cloud.state, now).double()  # [C, B, G]
-            self.commit(0, self.episode, returns, memory.log_posterior.exp(), now)
-            self.lowest, self.highest = returns.amin((0, 2)), returns.amax((0, 2))
+            returns = returns_after(self.plans, self.filter, cloud.state, now).double()  # [C, B, A, G]
+            self.commit(0, self.episode, returns, memory.log_posterior.exp())
+            self.lowest, self.highest = returns.amin((0, 2, 3)), returns.amax((0, 2, 3))
             self.explore()
 
     def simulate(self, k: int) -> None:
@@ -430,26 +432,22 @@ class Search:
             b, posterior, time = b[rows], posterior[rows], time[rows]
         states = thinned(cloud, self.settings.leaf_particles)
         if self.settings.leaf == "commitment":
-            returns = returns_of(self.plans, self.filter, states, time).double()
-            return value.index_copy_(0, rows, self.commit(k, b, returns, posterior, time))
+            returns = returns_after(self.plans, self.filter, states, time).double()
+            return value.index_copy_(0, rows, self.commit(k, b, returns, posterior))
         return value.index_copy_(0, rows, self.leaf_value(states, posterior, time).double())
 
-    def commit(self, k: int, b: Tensor, returns: Tensor, posterior: Tensor, time: Tensor) -> Tensor:
-        """Value nodes k by the best commitment, `[R]`; each counts as the first visit of its first action.
+    def commit(self, k: int, b: Tensor, returns: Tensor, posterior: Tensor) -> Tensor:
+        """Value nodes k by the best action and commitment, `[R]`; that of an action counts as a visit.
 
         Args:
             k: The number of the nodes.
             b: The episodes whose they are, `[R]`.
-            returns: What each plan earns in every context, `[C, R, G]`.
+            returns: What each plan earns after every action, in every context, `[C, R, A, G]`.
             posterior: Over contexts, `[R, C]`.
-            time: When, `[R]`.
         """
-        worth = torch.einsum("rc,crg->rg", posterior, returns)  # [R, G]
-        unknown = worth.new_full((len(b), self.A), -torch.inf)
-        best = unknown.scatter_reduce_(1, self.plans[:, time].T, worth, "amax")  # [R, A]
-        known = best > -torch.inf
-        self.tree.visits[k].index_copy_(0, b, known.double())
-        self.tree.values[k].index_copy_(0, b, torch.where(known, best, 0.0))
+        worth = torch.einsum("rc,crag->rag", posterior, returns).amax(2)  # [R, A]
+        self.tree.visits[k].index_fill_(0, b, 1.0)
+        self.tree.values[k].index_copy_(0, b, worth)
         return worth.amax(1)
 
     def explore(self) -> None:

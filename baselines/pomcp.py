@@ -156,7 +156,8 @@ class POUCT(_TreeSearch):
             is in: observing would then look like full revelation; see `Rollouts`. But `"commitment"` takes
             the state of a simulation for known. That is what makes it cheap, and serves where contexts
             differ in what is seen or earned in a state; where they show in the state itself, search with
-            `baselines.pft.PFT`, whose nodes are beliefs.
+            `baselines.pft.PFT`, whose nodes are beliefs. So do where costs come first and profits later:
+            actions that are repeated for ever, or at random, show none of these profits.
         exploration: The constant of UCB1, on the scale of returns. Left out, twice the standard deviation of
             the return of random actions; three quarters of it with `"commitment"`, which is less noisy.
         num_particles: Of the filter for each context, and of the belief that simulations start from.

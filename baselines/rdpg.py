@@ -25,20 +25,21 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, one_hot
-from tqdm import tqdm
 
 from baselines.learned import Learned
-from cpomdp_ppl.context import stratified
+from cpomdp_ppl.context import weighted_strata
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.progress import bar
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
+    from cpomdp_ppl.progress import Progress
 
 LOGIT_PENALTY = 1e-3  # on squared logits: an actor that is sure of itself explores nothing
 MAX_GRADIENT_NORM = 1.0
@@ -105,7 +106,7 @@ def fit(
     *,
     settings: Settings | None = None,
     seed: int | None = 0,
-    progress: bool = True,
+    progress: Progress = True,
 ) -> Learned:
     """Learn a policy by recurrent deterministic policy gradient.
 
@@ -121,7 +122,8 @@ def fit(
         num_episodes: How many episodes to learn from.
         settings: How it learns; `Settings()` if left out.
         seed: The same seed gives the same policy; None takes fresh entropy.
-        progress: Whether to show a progress bar, by episodes.
+        progress: Whether to show a progress bar, by episodes; or a function that is told now and then how far
+            it has got, and how long it will take.
 
     Raises:
         ValueError: On arguments that make no sense.
@@ -140,15 +142,16 @@ def fit(
     began = time.perf_counter()
     with isolated(seed), torch.enable_grad():
         fitting = Fitting(model, chosen, total)
-        bar = tqdm(total=total, disable=not progress, desc="RDPG", unit="episode", mininterval=0.5)
+        shown = bar(progress, total, "RDPG", "episodes")
         try:
             while fitting.played < total:
-                bar.update(fitting.iterate())
-                bar.set_postfix_str(f"best return {fitting.best:.2f}", refresh=False)
+                played = fitting.iterate()
+                shown.set_postfix_str(f"best return {fitting.best:.2f}", refresh=False)
+                shown.update(played)
         except KeyboardInterrupt:
-            bar.write(f"stopped after {fitting.played} of {total} episodes; this is the best so far")
+            shown.write(f"stopped after {fitting.played} of {total} episodes; this is the best so far")
         finally:
-            bar.close()
+            shown.close()
         fitting.evaluate()
     seconds = time.perf_counter() - began
     return Learned(fitting.best_policy, fitting.history(), seconds, fitting.played == total)
@@ -416,12 +419,11 @@ class Fitting:
         """Play the greedy policy, unless nothing is new, and keep it if it is the best so far."""
         if not self.returns:
             return
-        contexts = stratified(self.model.prior().detach(), self.settings.evaluation_episodes)
-        episodes = simulate(
-            self.model, self.policy, len(contexts), contexts=contexts, seed=self.evaluation_seed
-        )
+        number, seed = self.settings.evaluation_episodes, self.evaluation_seed
+        contexts, weights = weighted_strata(self.model.prior(), number, seed)
+        episodes = simulate(self.model, self.policy, number, contexts=contexts, seed=seed)
         assert episodes.returns is not None
-        greedy = float(episodes.returns.mean())
+        greedy = float((weights * episodes.returns).sum())
         self.measured.append((self.played, float(torch.cat(self.returns).mean()), greedy))
         self.returns = []
         if greedy > self.best:

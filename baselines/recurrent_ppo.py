@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
 import torch
 import xarray as xr
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from tqdm import tqdm
 
 from baselines.learned import Learned
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, Encoding
 from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.progress import bar
 
 if TYPE_CHECKING:
     import numpy as np
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History
+    from cpomdp_ppl.progress import Bar, Progress
 
 EPISODES = 64
 """Played side by side."""
@@ -36,7 +37,12 @@ ROUND = 4
 
 
 def fit(
-    model: CPOMDP, num_episodes: int = 10_000, *, seed: int | None = 0, progress: bool = True, **settings: Any
+    model: CPOMDP,
+    num_episodes: int = 10_000,
+    *,
+    seed: int | None = 0,
+    progress: Progress = True,
+    **settings: Any,
 ) -> Learned:
     """Learn a policy by recurrent PPO.
 
@@ -47,7 +53,8 @@ def fit(
         model: The CPOMDP.
         num_episodes: How many episodes to learn from, rounded up to whole rounds of 256.
         seed: The same seed gives the same policy; None takes fresh entropy.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar; or a function that is told now and then how far it has got,
+            and how long it will take.
         settings: Of `sb3_contrib.RecurrentPPO`, instead of ours.
 
     Example:
@@ -75,12 +82,12 @@ def fit(
         batch = Batch(model, EPISODES)
         scaled = VecNormalize(batch, norm_obs=False, clip_reward=math.inf, gamma=chosen["gamma"])
         learner = RecurrentPPO("MlpLstmPolicy", scaled, seed=seed, **chosen)
-        with tqdm(total=total, disable=not progress, desc="recurrent PPO", unit="episode") as bar:
+        with bar(progress, total, "recurrent PPO", "episodes") as drawn:
             try:
-                learner.learn(total * model.horizon, callback=lambda *_: shown(bar, batch))
+                learner.learn(total * model.horizon, callback=lambda *_: shown(drawn, batch))
             except KeyboardInterrupt:
                 finished = False
-                bar.write(f"stopped after {bar.n} of {total} episodes; this is what was learned so far")
+                drawn.write(f"stopped after {drawn.n} of {total} episodes; this is what was learned so far")
     returns = torch.tensor(batch.returns)
     history = xr.Dataset(
         {"training_return": ("episodes", returns.numpy())},
@@ -89,12 +96,12 @@ def fit(
     return Learned(RecurrentPolicy(model, learner), history, time.perf_counter() - began, finished)
 
 
-def shown(bar: tqdm[NoReturn], batch: Batch) -> bool:
+def shown(bar: Bar, batch: Batch) -> bool:
     """Move a progress bar to where learning is; true, for it to go on."""
     played = EPISODES * len(batch.returns)
     if played > bar.n:
         bar.set_postfix_str(f"return {batch.returns[-1]:.2f}", refresh=False)
-        bar.update(played - bar.n)
+        bar.update(int(played - bar.n))
     return True
 
 

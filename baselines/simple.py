@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import as_policy
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ class Tracking(ABC):
 
     Args:
         model: The CPOMDP.
-        likelihood: The filter: a backend or its name.
+        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         seed: Of the filter.
     """
 
-    def __init__(self, model: CPOMDP, likelihood: str | Backend = "smc", seed: int = 0) -> None:
+    def __init__(self, model: CPOMDP, likelihood: str | Backend | None = None, seed: int = 0) -> None:
         require_model(model)
         self.model = model
-        self.backend = as_backend(likelihood)
+        self.backend = backend_for(model, likelihood)
         self.seed = seed
 
     def start(self, prior: Tensor) -> tuple[OnlineFilter, Any]:
@@ -96,7 +96,7 @@ class ByContext(Tracking):
     Args:
         model: The CPOMDP.
         policies: One for each context: what to do if that were it. `cids.fit` with a point prior learns them.
-        likelihood: The filter: a backend or its name.
+        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         seed: Of the filter.
     """
 
@@ -104,7 +104,7 @@ class ByContext(Tracking):
         self,
         model: CPOMDP,
         policies: Sequence[Policy | Callable[[History], Decision]],
-        likelihood: str | Backend = "smc",
+        likelihood: str | Backend | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(model, likelihood, seed)
@@ -220,7 +220,7 @@ class ApproachObserveCommit(Tracking):
         observe: The action that looks.
         commit: For each context, the action to take for good once the agent is sure of it.
         confidence: How likely a context must be for that.
-        likelihood: The filter: a backend or its name.
+        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         seed: Of the filter.
 
     Example:
@@ -242,7 +242,7 @@ class ApproachObserveCommit(Tracking):
         observe: int | str,
         commit: Sequence[int | str],
         confidence: float = 0.9,
-        likelihood: str | Backend = "smc",
+        likelihood: str | Backend | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(model, likelihood, seed)

@@ -42,7 +42,7 @@ from baselines.simple import (
     ThompsonSampling,
 )
 from cpomdp_ppl import CPOMDP, RandomPolicy, evaluate, models
-from cpomdp_ppl.evaluation import Comparison, Evaluation, Mean
+from cpomdp_ppl.evaluation import Comparison, Evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -214,19 +214,11 @@ def measured(folder: Path, model_name: str) -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
-def as_evaluation(record: dict[str, Any]) -> Evaluation:
-    parts = dict(record)
-    for name in ("returns", "entropy", "regret"):
-        parts[name] = parts[name] and Mean(**parts[name])
-    parts["returns_by_context"] = {c: Mean(**mean) for c, mean in parts["returns_by_context"].items()}
-    return Evaluation(**parts)
-
-
 def report(folder: Path, model_name: str) -> None:
     """The table, who lost beliefs, and what the rules were tuned to."""
     records = measured(folder, model_name)
     table = Comparison(
-        {name: as_evaluation(record["evaluation"]) for name, record in records.items()},
+        {name: Evaluation.from_dict(record["evaluation"]) for name, record in records.items()},
         {name: r["training_seconds"] for name, r in records.items() if r["training_seconds"] is not None},
     )
     print(f"\n### {model_name}\n\n{table}\n")

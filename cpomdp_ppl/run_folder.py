@@ -280,11 +280,13 @@ class RunFolder:
             with self._latest() as record:
                 record["added"].pop(command, None)
 
-    def finish(self) -> None:
-        """Note that all is there."""
+    def finish(self, in_force: Mapping[str, Any] | None = None) -> None:
+        """Note that all is there, and what settings that were left out came to."""
         if not self.finished:
             with self._latest() as record:
                 record["finished"] = True
+                if in_force:
+                    record["in_force"] = plain(in_force)
 
     def require_writable(self) -> None:
         """Raise, unless files can be written here: better before hours of work than after.

@@ -21,6 +21,7 @@ from cpomdp_ppl.diagnostics import (
     plot_contexts,
     plot_filter,
     plot_states,
+    summary,
     to_inference_data,
 )
 from cpomdp_ppl.inference import GridFilter, ParticleFilter
@@ -48,8 +49,7 @@ def main() -> None:
 
     # Chains are runs of the filter with other random numbers: with too few particles, they disagree.
     for name in ("smc", "smc, 8 particles"):
-        with np.errstate(invalid="ignore"):  # there is no R-hat of a context that was never drawn
-            table = az.summary(data[name], var_names=["is_context"], round_to=3)
+        table = summary(data[name], "is_context", round_to=3)
         print(f"\n{name}: worst R-hat {table['r_hat'].max():.3f}; the first episodes:\n")
         print(table[["mean", "sd", "ess_bulk", "r_hat"]].head(6))
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, one_prior, stratified
 from cpomdp_ppl.errors import (
@@ -23,9 +22,11 @@ from cpomdp_ppl.errors import (
     require_model,
     require_number,
 )
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference import ParticleFilter, as_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import Policy, as_policy
+from cpomdp_ppl.progress import bar
 from solvers import shards
 from solvers.batchwide import takes_whole
 from solvers.checkpoint import (
@@ -49,7 +50,7 @@ from solvers.priors import DirichletPriors, OnePrior, as_sampler, described_prio
 from solvers.processes import alone, batchwide
 from solvers.run import Diary, Run
 from solvers.schedules import Constant, Geometric, Linear, Schedule, as_schedule
-from solvers.solution import EARLIER, SETTINGS, WEIGHTS, Solution
+from solvers.solution import EARLIER, SETTINGS, WEIGHTS, Solution, shape_of
 from solvers.worlds import Lived, as_world
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.progress import Bar, Progress
     from solvers.batchwide import Batchwide
     from solvers.callbacks import Callback
     from solvers.estimators import Estimator
@@ -75,7 +77,7 @@ WINDOW = 20  # iterations whose mean decides which policy was the best
 def fit(
     model: CPOMDP,
     *,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     objective: str | Objective = "information",
     temperature: float | Schedule | None = None,
     prior: PriorLike = None,
@@ -85,7 +87,7 @@ def fit(
     batch_size: int = 200,
     learning_rate: float | Schedule | None = None,
     seed: int | None = None,
-    progress: bool = True,
+    progress: Progress = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 25,
     callbacks: Sequence[Callback] = (),
@@ -108,7 +110,9 @@ def fit(
 
     Args:
         model: The CPOMDP.
-        likelihood: A backend or its name: `"smc"`, `"ekf"`, `"ukf"`, `"exact"`, `"grid"`.
+        likelihood: A backend or its name: `"smc"`, `"ekf"`, `"ukf"`, `"exact"`, `"grid"`. Left out, it is
+            exact for a finite model of moderate size, and otherwise the particle filter: see
+            `cpomdp_ppl.inference.choice.default_backend`.
         objective: `"information"` (equation 5 of the paper: `E[return] + τ I(C; Y)`), `"variational"` (its
             Lemma 2 and Algorithm 2), or any `Objective`.
         temperature: τ, what a nat of information is worth in units of reward: a number, or a function of the
@@ -127,7 +131,8 @@ def fit(
         learning_rate: Of Adam: a number, or a function of the progress. Left out, it falls from 0.006 to
             0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
         seed: The same seed gives the same policy; left out, fresh entropy is taken.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, with the time that is left; or a function that is told a
+            line about it now and then.
         checkpoint: A directory. What has been learned is written there as it goes, and a fit that finds its
             own checkpoint goes on from there, to exactly where it would have got without a break.
         checkpoint_every: How many iterations apart.
@@ -156,7 +161,7 @@ def fit(
     with whole.together(), alone():  # a fit within this one is nobody else's
         require_model(model)
         goal = as_objective(objective)
-        backend = as_backend(likelihood)
+        asked_for = None if likelihood is None else as_backend(likelihood)
         variational = isinstance(goal, Variational)
         default: Estimator = Reinforce() if variational else ActorCritic()
         gradient = default if estimator is None else as_estimator(estimator)
@@ -189,7 +194,10 @@ def fit(
         saved = None if directory is None else _saved(directory, model)
 
         own = fresh_seed(saved["seed"] if seed is None and saved is not None else seed)
-        number = int(whole.shared({"seed": own})["seed"])
+        earlier = asked_for is None and saved is not None and _took_particles(saved)
+        first_asks = whole.shared({"seed": own, "earlier": earlier})
+        backend = ParticleFilter() if first_asks["earlier"] else backend_for(model, asked_for)
+        number = int(first_asks["seed"])
         require(seed is None or own == number, "seed", seed, f"that of the first process, {number}")
         net = LSTMPolicy(model, amortised=amortised, seed=number) if policy is None else _as_module(policy)
         if amortised and not getattr(net, "amortised", True):
@@ -226,13 +234,8 @@ def fit(
         fitting.share(whole)  # weights to begin with, or what was saved
 
         net.train()
-        bar = tqdm(
-            total=iterations,
-            initial=learner.iteration,
-            disable=not (progress and first),
-            desc="C-IDS",
-            mininterval=0.5,
-        )
+        what = f"C-IDS, {batch_size} episodes an iteration, likelihoods by {backend.name}"
+        shown = bar(progress if first else False, iterations, what, "iterations", learner.iteration)
         try:
             with whole.together():
                 while learner.iteration < iterations:
@@ -240,18 +243,19 @@ def fit(
                     if first:
                         for callback in callbacks:
                             callback(learner.iteration, measured, net)
-                        _show(bar, measured)
+                        _show(shown, measured)
                     due = learner.iteration % checkpoint_every == 0 or learner.iteration == iterations
                     if directory is not None and due:
                         state = {**fitting.state_dict(), "settings": settings, "seed": number}
-                        save_tensors(directory / CHECKPOINT, state)
+                        # With these, `load` can make the policy again.
+                        save_tensors(directory / CHECKPOINT, {**state, **shape_of(net), "prior": p.tolist()})
                     whole.agree()
         except KeyboardInterrupt:
             if first and learner.iteration < iterations:
                 done = f"stopped after {learner.iteration} of {iterations} iterations"
-                bar.write(f"{done}; this is the best so far")
+                shown.write(f"{done}; this is the best so far")
         finally:
-            bar.close()
+            shown.close()
         whole.finish()
         fitting.share(whole)
         net.eval()
@@ -277,11 +281,11 @@ def run(
     solution: Solution | Policy | None = None,
     prior: Sequence[float] | Tensor | None = None,
     num_runs: int | None = None,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     settled: float | None = None,
     resolve: bool | Mapping[str, Any] = False,
     seed: int | None = None,
-    progress: bool = True,
+    progress: Progress = True,
     callbacks: Sequence[Callable[[Run], None]] = (),
 ) -> Run:
     """Algorithm 1: meet the same unknown context episode after episode, and carry the posterior on.
@@ -304,13 +308,14 @@ def run(
             policy. Left out, such a solution is fitted first.
         prior: Over contexts, `[C]`; the model's if left out.
         num_runs: How many runs R, side by side; left out, 1, or as many as `environment` says.
-        likelihood: What updates the posterior: a backend or its name.
+        likelihood: What updates the posterior: a backend or its name; left out, the `default_backend` for the
+            model.
         settled: A run stops when it holds a context more likely than this; left out, never.
         resolve: Whether to fit the policy further to every new posterior, run by run, in place of relying
             on what it learned over all priors: True, or settings of `fit` to do it with.
         seed: Of everything random but environments of your own; left out, fresh entropy is taken. With the
             same seed, simulated worlds have the same first states and noise whoever acts.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar; or a function that is told a line about it now and then.
         callbacks: Called after every episode with the `Run` so far.
 
     Raises:
@@ -334,12 +339,12 @@ def run(
         require(settled < 1, "settled", settled, "a probability, or None")
     _require_functions(callbacks, "a sequence of functions of the run so far")
     root = fresh_seed(seed)
-    backend = as_backend(likelihood)
+    backend = backend_for(model, likelihood)
     world = as_world(model, environment, number, stratified(p, number or 1, offset=seed_for(root, 0) / 2**32))
     if solution is None:
         ready = DirichletPriors(tuple(p.tolist()))
         with alone():
-            solution = fit(model, prior=ready, likelihood=likelihood, seed=root, progress=progress)
+            solution = fit(model, prior=ready, likelihood=backend, seed=root, progress=progress)
         if not solution.finished:
             raise KeyboardInterrupt
     policy = _as_policy(solution, model)
@@ -356,7 +361,7 @@ def run(
         plays = Resolving(model, world, policy, settings).play
 
     diary = Diary(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
-    bar = tqdm(total=K, disable=not progress, desc="episodes", mininterval=0.5)
+    shown = bar(progress, K, "Algorithm 1", "episodes")
     try:
         for k in range(K):
             believed = diary.log_posterior.exp()  # [R, C]
@@ -367,11 +372,11 @@ def run(
             diary.write(rows, plays(policy, backend, rows, believed, seed_for(root, 1, k)))
             for callback in callbacks:
                 callback(diary.read())
-            bar.update()
+            shown.update()
     except KeyboardInterrupt:
-        bar.write(f"stopped after {len(diary.lived)} of {K} episodes; these are returned")
+        shown.write(f"stopped after {len(diary.lived)} of {K} episodes; these are returned")
     finally:
-        bar.close()
+        shown.close()
     return diary.read()
 
 
@@ -529,12 +534,12 @@ def as_history(columns: Mapping[str, Sequence[float]]) -> xr.Dataset:
 
 
 def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module | None = None) -> Solution:
-    """Read a solution that `Solution.save` wrote.
+    """Read a solution that `Solution.save` wrote; or the best policy so far, from a checkpoint of `fit`.
 
     Files hold weights and numbers, never code: the model, and a policy of your own, are yours to give.
 
     Args:
-        directory: Where it was saved.
+        directory: Where it was saved, or the `checkpoint` of a fit that was stopped, however.
         model: The CPOMDP it was learned for; one with other constants is refused.
         policy: A module like the one that was learned, whose weights are overwritten; left out, an
             `LSTMPolicy`.
@@ -544,34 +549,65 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     """
     require_model(model)
     path = as_directory("directory", directory)
+    if not (path / SETTINGS).is_file() and (path / CHECKPOINT).is_file():
+        return _so_far(path, model, policy)
     require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
     content = _solution_content(path)
     if not (path / content["weights"]).exists():  # another process may just have saved another
         content = _solution_content(path)
-    settings, hidden = content["settings"], content["hidden"]
+    settings = content["settings"]
     expected = description(model)
     require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
-    if policy is None and hidden is None:
-        raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    weights = load_tensors(path / content["weights"], model.device)
-    if policy is None:
-        found = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
-        if found != (4 * hidden, hidden):  # before a network of whatever size is made
-            raise CheckpointError(f"{path / SETTINGS} has hidden = {hidden}, but the weights are {found}")
-        net: Any = LSTMPolicy(model, hidden, amortised=bool(content.get("amortised", False)))
-    else:
-        net = _as_module(policy)
-    try:
-        net.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path / content['weights']} does not fit the policy: {error}") from error
-    net.eval()
+    file = path / content["weights"]
+    net = _made_again(model, policy, content, load_tensors(file, model.device), file)
     prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
     try:
         history = as_history(content["history"])
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path / SETTINGS} is no solution: history: {error}") from error
     return Solution(model, net, prior, history, settings, content["finished"])
+
+
+def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
+    """The best policy that a checkpoint holds, or that of its last iteration before there was a best."""
+    file = path / CHECKPOINT
+    state = _saved(path, model)
+    assert state is not None
+    settings, expected = state["settings"], description(model)
+    require_equal(file, {name: settings.get(name) for name in expected}, expected)
+    if not isinstance(state.get("prior"), list):
+        raise CheckpointError(f"{file} does not say what its policy is: go on with the fit, which does")
+    try:
+        last = {name[2:]: x for name, x in state["learner"]["networks"].items() if name.startswith("0.")}
+        history = as_history({name: column.tolist() for name, column in state["measured"].items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    best = last if state["best_weights"] is None else state["best_weights"]
+    net = _made_again(model, policy, state, best, file)
+    prior = as_prior(state["prior"], model.num_contexts, 1).to(model.device)
+    finished = history.sizes["iteration"] == settings.get("iterations")
+    return Solution(model, net, prior, history, settings, finished)
+
+
+def _made_again(
+    model: CPOMDP, policy: nn.Module | None, shape: Mapping[str, Any], weights: Any, file: Path
+) -> Any:
+    """A policy with weights that were found in a file: the one given, or an `LSTMPolicy` of that shape."""
+    if policy is not None:
+        net = _as_module(policy)
+    elif not isinstance(hidden := shape.get("hidden"), int):
+        raise rejected("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
+    else:
+        size = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
+        if size != (4 * hidden, hidden):  # before a network of whatever size is made
+            raise CheckpointError(f"{file} is of a policy with hidden = {hidden}, but its weights are {size}")
+        net = LSTMPolicy(model, hidden, amortised=bool(shape.get("amortised", False)))
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} does not fit the policy: {error}") from error
+    net.eval()
+    return net
 
 
 def _solution_content(path: Path) -> dict[str, Any]:
@@ -606,6 +642,15 @@ def _saved(directory: Path, model: CPOMDP) -> dict[str, Any] | None:
     return state
 
 
+def _took_particles(saved: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is of a fit by the particle filter as it is: once the default for every model.
+
+    Whoever left the backend to us then goes on with that one, whatever would be chosen today.
+    """
+    earlier = plain(likelihood=described(ParticleFilter()))
+    return not differing({"likelihood": saved["settings"].get("likelihood")}, earlier)
+
+
 def _as_module(policy: Any) -> Any:
     proper = isinstance(policy, nn.Module) and isinstance(policy, Policy)
     require(proper, "policy", policy, "a torch module with `start` and `act`")
@@ -615,8 +660,8 @@ def _as_module(policy: Any) -> Any:
     return policy
 
 
-def _show(bar: Any, measured: dict[str, float]) -> None:
-    shown = {"return": "return", "entropy": "H bits", "temperature": "τ"}
-    words = [f"{label} {measured[name]:.2f}" for name, label in shown.items() if name in measured]
+def _show(bar: Bar, measured: dict[str, float]) -> None:
+    names = {"return": "return", "entropy": "H bits", "temperature": "τ"}
+    words = [f"{label} {measured[name]:.2f}" for name, label in names.items() if name in measured]
     bar.set_postfix_str(", ".join(words), refresh=False)
     bar.update()

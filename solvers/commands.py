@@ -8,6 +8,7 @@ import shlex
 import time
 import warnings
 from dataclasses import replace
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +29,15 @@ from cpomdp_ppl.cli.options import (
     positive,
     prior_option,
     probabilities,
+    progress_of,
     run_option,
     seed_option,
-    shows_progress,
     warn,
 )
 from cpomdp_ppl.cli.policies import Budget, Recipe
-from cpomdp_ppl.cli.target import SOLUTION, Results, Target
+from cpomdp_ppl.cli.target import CHECKPOINT, SOLUTION, Results, Target
 from cpomdp_ppl.evaluation import Mean
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.run_files import HISTORY, LIVED
 from solvers import cids
 from solvers.objectives import OBJECTIVES
@@ -44,7 +45,6 @@ from solvers.processes import batchwide, joined
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Mapping
 
     from matplotlib.figure import Figure
 
@@ -52,13 +52,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
     from cpomdp_ppl.run_folder import RunFolder
     from solvers.batchwide import Batchwide
-    from solvers.callbacks import Callback
     from solvers.run import Run
     from solvers.solution import Solution
 
-CHECKPOINT = "checkpoint"
 MOMENT = 0.5  # seconds
-EVERY = 10.0  # seconds between lines that tell of progress, where there is no terminal
 
 
 def fit(options: Namespace) -> int:
@@ -96,15 +93,17 @@ def _fit(options: Namespace, whole: Batchwide) -> int:
         solution = cids.fit(model, **settings, progress=False)
         whole.agree()  # when the first process has written everything
         return OK if solution.finished else INTERRUPTED
-    folder, progress = results.folder, shows_progress(options)
+    folder = results.folder
+    if not folder.finished and any((folder.path / CHECKPOINT).glob("[!.]*")):
+        # It goes on from there, and what was the best when it was stopped will soon not be.
+        rmtree(folder.path / SOLUTION, ignore_errors=True)
     note(options, f"run folder: {folder.path}")
     with results.kept():
         solution = cids.fit(
             model,
             **settings,
-            progress=progress,
+            progress=progress_of(options),
             checkpoint_every=options.checkpoint_every,
-            callbacks=[] if progress or options.quiet else [lines(options)],
         )
         keep(folder, solution)
         if not solution.finished:
@@ -114,7 +113,7 @@ def _fit(options: Namespace, whole: Batchwide) -> int:
                 f"{folder.path / SOLUTION} (evaluate it with --unfinished); "
                 f"to go on from the last checkpoint: {_again(results, whole)}"
             )
-        write_figures(options, folder, {"solution": solution.plot})
+        write_figures(options, folder, {"solution": lambda: solution.plot(likelihood=settings["likelihood"])})
         results.finish()
     print(last(solution))
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
@@ -151,8 +150,7 @@ def _results(options: Namespace, spec: ModelSpec) -> Results:
 def _settings(options: Namespace) -> dict[str, Any]:
     """Of `cids.fit`: those that decide what is learned."""
     names = ("objective", "temperature", "prior", "iterations", "batch_size", "learning_rate")
-    likelihood = "smc" if options.likelihood is None else options.likelihood
-    return {"likelihood": likelihood, **{name: getattr(options, name) for name in names}}
+    return {"likelihood": options.likelihood, **{name: getattr(options, name) for name in names}}
 
 
 def keep(folder: RunFolder, solution: Solution) -> None:
@@ -173,25 +171,9 @@ def last(solution: Solution) -> str:
     return f"{iterations:,} iterations; over the last {end.sizes['iteration']}: {', '.join(words)}"
 
 
-def lines(options: Namespace) -> Callback:
-    """A callback that says now and then how a fit is going."""
-    said = time.monotonic()
-
-    def say(iteration: int, measured: Mapping[str, float], policy: Any) -> None:
-        nonlocal said
-        if time.monotonic() - said < EVERY:
-            return
-        said = time.monotonic()
-        shown = {"return": "return", "entropy": "H bits", "temperature": "τ"}
-        words = [f"{label} {measured[name]:.2f}" for name, label in shown.items() if name in measured]
-        note(options, f"iteration {iteration:,}: {', '.join(words)}")
-
-    return say
-
-
 def _options(parser: ArgumentParser) -> None:
     model_arguments(parser)
-    likelihood_option(parser, "smc")
+    likelihood_option(parser)
     parser.add_argument(
         "--objective", choices=list(OBJECTIVES), default="information", help="(default: %(default)s)"
     )
@@ -257,7 +239,7 @@ def run(options: Namespace) -> int:
     names = target.model.context_names
     if options.context is not None and options.context not in names:
         raise CommandError(f"--context: expected one of {', '.join(names)}, got {options.context}")
-    backend = as_backend("smc") if options.likelihood is None else options.likelihood
+    backend = backend_for(target.model, options.likelihood)
     settings = {
         "context": options.context,
         "num_episodes": options.num_episodes,
@@ -285,7 +267,7 @@ def run(options: Namespace) -> int:
             likelihood=backend,
             settled=options.settled,
             seed=results.seed,
-            progress=shows_progress(options),
+            progress=progress_of(options),
         )
         if not lived.num_episodes:  # stopped before the first
             raise KeyboardInterrupt
@@ -299,7 +281,7 @@ def run(options: Namespace) -> int:
                 f"{folder.path / LIVED}.csv; to begin again: {results.again()}"
             )
         write_figures(options, folder, {LIVED: lambda: picture(lived)})
-        results.finish()
+        results.finish(**target.in_force, context="in proportion to the prior", settled="never")
     print(table(lived))
     note(options, f"episodes: {folder.path / LIVED}.csv and .nc")
     return OK
@@ -351,7 +333,7 @@ def _run_options(parser: ArgumentParser) -> None:
     )
     episodes_option(parser, 10)
     parser.add_argument("--num-runs", type=count, default=1, help="side by side (default: %(default)s)")
-    likelihood_option(parser, "smc")
+    likelihood_option(parser)
     parser.add_argument(
         "--settled", type=positive, metavar="P", help="stop when a context is more likely than this"
     )

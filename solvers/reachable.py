@@ -75,7 +75,8 @@ class _Distinct:
             least = "" if finished else "at least "
             raise TooManyBeliefsError(
                 f"{least}{len(keys)} beliefs can be reached at time {self.time}, and "
-                f"max_beliefs = {self.most}: shorten the horizon, or raise max_beliefs"
+                f"max_beliefs = {self.most}: shorten the horizon, or raise max_beliefs; "
+                "cpomdp_ppl.bounds.informed_return tells what is earned at most, of any number of beliefs"
             )
         self.parts = [(keys, beliefs, possible)]
         return Layer(beliefs, possible), keys

@@ -26,8 +26,7 @@ from tqdm import tqdm
 from cpomdp_ppl.arrays import as_indices, as_tensor
 from cpomdp_ppl.context import entropy, one_prior
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, require_number
-from cpomdp_ppl.evaluation import most_exact
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference import as_backend, reference_backend
 from solvers import exact as exactly
 from solvers.bound import XI, Bound, estimate_eta, reward_bound, smallest_xi
 from solvers.exact import MAX_HISTORIES
@@ -223,7 +222,7 @@ def decompose(
             highest = (distinct * policy_values(model, best, distinct, **by_histories).values).sum(-1)
         highest_error = delta_error = torch.zeros_like(highest)
     else:
-        backend = most_exact(model) if likelihood is None else as_backend(likelihood)
+        backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
         mine, highest, highest_error, delta_error = _by_playing(
             model, policy, best, distinct, E, backend, max_beliefs, batch_size, seed, progress
         )

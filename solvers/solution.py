@@ -16,7 +16,7 @@ from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.files import write_whole
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.simulate import simulate
 from solvers.checkpoint import CheckpointError, load_json, made_directory, save_json
@@ -90,13 +90,14 @@ class Solution:
         return Agent(self.model, self.policy, **{"prior": self.prior, **settings})
 
     def plot(
-        self, num_episodes: int = 12, *, likelihood: str | Backend = "smc", seed: int | None = 0
+        self, num_episodes: int = 12, *, likelihood: str | Backend | None = None, seed: int | None = 0
     ) -> Figure:
         """How it was learned, and what it does: a matplotlib figure.
 
         Args:
             num_episodes: How many trajectories to show for each context.
-            likelihood: How to compute the context posteriors along them.
+            likelihood: How to compute the context posteriors along them; left out, by the
+                `default_backend` for the model.
             seed: Of the trajectories.
         """
         from solvers.plots import plot
@@ -107,7 +108,7 @@ class Solution:
             self.model, self.policy, len(contexts), contexts=contexts, prior=self.prior, seed=seed
         )
         other = None if seed is None else (seed + 1) % 2**32  # or the filter's noise would be the world's
-        filtering = as_backend(likelihood).run(self.model, episodes, seed=other, moments=False)
+        filtering = backend_for(self.model, likelihood).run(self.model, episodes, seed=other, moments=False)
         return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
 
     def to_inference_data(self, num_episodes: int = 200, **settings: Any) -> InferenceData | xr.DataTree:
@@ -142,13 +143,11 @@ class Solution:
         torch.save(dict(self.policy.state_dict()), written)
         weights = path / f"policy-{hashlib.sha256(written.getbuffer()).hexdigest()[:16]}.pt"
         history = {str(name): self.history[name].values.tolist() for name in self.history.data_vars}
-        own = type(self.policy) is LSTMPolicy  # such a one `load` can make again
         content = {
             "weights": weights.name,
             "settings": self.settings,
             "prior": self.prior.tolist(),
-            "hidden": self.policy.hidden if own else None,
-            "amortised": self.policy.amortised if own else False,
+            **shape_of(self.policy),
             "finished": self.finished,
             "history": history,
         }
@@ -163,6 +162,12 @@ class Solution:
             raise
         with suppress(OSError, CheckpointError):  # all that matters is done
             _keep_one(path)
+
+
+def shape_of(policy: Any) -> dict[str, Any]:
+    """What `cids.load` makes a policy of ours again with; others are the caller's to make."""
+    own = type(policy) is LSTMPolicy
+    return {"hidden": policy.hidden if own else None, "amortised": policy.amortised if own else False}
 
 
 def _write(file: Path, content: io.BytesIO) -> None:

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
-from cpomdp_ppl.evaluation import Watched, most_exact
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.evaluation import Watched
+from cpomdp_ppl.inference import as_backend, reference_backend
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.simulate import simulate
@@ -111,7 +111,7 @@ def policy_values(
     E = require_episodes(num_episodes)
     if exact:
         return _exact_values(model, policy, p, max_histories, progress)
-    backend = most_exact(model) if likelihood is None else as_backend(likelihood)
+    backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
     distinct, number = merged(p, DECIMALS)
     parts = [
         summarised(*sampled(model, policy, some, E, backend, part_seed), some)

@@ -4,6 +4,7 @@ import ast
 import csv
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,8 +27,12 @@ from cpomdp_ppl import Episodes, RandomPolicy, evaluate, simulate
 from cpomdp_ppl.cli import Command, Recipe, compare, diagnose, entry, main
 from cpomdp_ppl.cli.model import ModelSpec, as_value
 from cpomdp_ppl.cli.plugins import COMMANDS, POLICIES, is_installed
+from cpomdp_ppl.cli.report import likelihood_of
 from cpomdp_ppl.diagnostics import calibrate
+from cpomdp_ppl.evaluation import Evaluation
+from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LineGrid
+from cpomdp_ppl.run_folder import RunFolder
 from solvers import cids
 
 ROOT = Path(__file__).parent.parent
@@ -311,6 +316,87 @@ def test_values_are_literals_or_text_and_never_run():
 
 
 @pytest.mark.usefixtures("undrawn")
+def shown(page):
+    """The data of a report."""
+    text = Path(page).read_text()
+    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
+
+
+@pytest.mark.filterwarnings("ignore:iteration .* the information about the context")  # batches are small
+@pytest.mark.usefixtures("undrawn")
+def test_a_report_shows_what_was_in_force(elsewhere, capsys):
+    words = ["fit", LINE_GRID, "horizon=3", "--iterations", "2", "--batch-size", "4", "--seed", "0"]
+    assert main([*words, "--likelihood", "exact", "--run", "here", "--quiet"]) == 0
+    assert main(["evaluate", "here", "--num-episodes", "4", "--quiet"]) == 0
+    assert main(["report", "here", "--num-episodes", "1", "--quiet"]) == 0
+    data = shown("here/report.html")
+    rows = {part["title"]: dict(part["rows"]) for part in data["configuration"]}
+    assert rows["Settings"]["temperature"] == "Geometric(start=3.0, end=0.5, until=0.7) (default)"
+    assert rows["Settings"]["learning_rate"] == "Linear(start=0.006, end=0.0003, until=1.0) (default)"
+    assert rows["Settings"]["prior"] == "[0.5, 0.5] (default)"
+    assert rows["Added by evaluate"]["likelihood"] == "exact (default)"
+    assert rows["Added by evaluate"]["policy"] == "the solution (default)"
+    assert "–" not in [*rows["Settings"].values(), *rows["Added by evaluate"].values()]
+    assert data["player"]["likelihood"] == "exact"
+    assert main(["report", "here", "--num-episodes", "1", "--likelihood", "smc", "--quiet"]) == 0
+    assert shown("here/report.html")["player"]["likelihood"] == "smc"
+
+
+@pytest.mark.parametrize(
+    ("found", "backend"),
+    [
+        ("ParticleFilter(num_particles=9, guide='ekf')", ParticleFilter(9, guide="ekf")),
+        ({"": "GridFilter", "num_points": 50}, GridFilter(num_points=50)),
+        ("exact", ObservableOperator()),
+        ("ParticleFilter(guide=<coin.Guide object>)", None),  # only its author has it
+        ({"": "ParticleFilter", "guide": "Guide"}, None),
+        ("__import__('os').system('true')", None),
+        (None, None),
+    ],
+)
+def test_the_backend_of_a_run_by_its_record(tmp_path, found, backend):
+    folder = RunFolder.create(
+        tmp_path / "run", "fit", model=LINE_GRID, settings={"likelihood": found}, seed=0
+    )
+    assert likelihood_of(folder, {}) == backend
+    folder.record["settings"] = {}
+    assert likelihood_of(folder, {"likelihood": found}) == backend
+
+
+@pytest.mark.filterwarnings("ignore:iteration .* the information about the context")  # batches are small
+@pytest.mark.usefixtures("undrawn")
+def test_a_killed_fit_is_evaluated_from_its_checkpoint(elsewhere, capsys):
+    words = ["fit", LINE_GRID, "horizon=4", "--likelihood", "exact", "--batch-size", "8", "--seed", "5"]
+    words += ["--iterations", "40", "--checkpoint-every", "22", "--run", "here", "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:  # as after kill -9: nothing is written any more
+        patch.setattr("solvers.cids._show", killing(after=30))
+        with pytest.raises(SystemExit):
+            main(words)
+    assert not Path("here/solution").exists()
+    assert "half-written" in refused(capsys, "evaluate", "here")
+    assert main(["evaluate", "here", "--unfinished", "--num-episodes", "8", "--quiet"]) == 0
+    assert main(["report", "here", "--unfinished", "--num-episodes", "1", "--quiet"]) == 0
+    data = shown("here/report.html")
+    assert data["player"]["likelihood"] == "exact"
+    assert dict(data["configuration"][2]["rows"])["temperature"].startswith("Geometric(start=3.0")
+    found = cids.load("here/checkpoint", LineGrid(horizon=4))
+    assert found.history.sizes["iteration"] == 22
+    assert not found.finished
+    assert main(words) == 0
+    assert main(["evaluate", "here", "--num-episodes", "8", "--quiet"]) == 0
+
+
+def killing(after):
+    """Something to call in every iteration, which ends everything in one of them."""
+    calls = itertools.count(1)
+
+    def show(bar, measured):
+        if next(calls) == after:
+            raise SystemExit(137)
+
+    return show
+
+
 def test_the_same_fit_is_taken_up_and_another_is_refused(elsewhere, capsys):
     words = ["fit", "coin.py:Coin", "bias=0.8", *QUICK, "--run", "here", "--quiet"]
     assert main(words) == 0
@@ -486,9 +572,7 @@ def test_one_episode_has_no_standard_error(elsewhere, capsys):
     out = capsys.readouterr().out
     assert "± – | – |" in out
     assert "nan" not in out
-    evaluation = compare.as_evaluation(
-        read("runs/LineGrid-compare-1/comparison.json")["random"]["evaluation"]
-    )
+    evaluation = Evaluation.from_dict(read("runs/LineGrid-compare-1/comparison.json")["random"]["evaluation"])
     assert math.isnan(evaluation.returns.deviation)
 
 
@@ -520,14 +604,29 @@ def test_without_matplotlib_there_are_no_figures(elsewhere, capsys):
 
 @pytest.mark.usefixtures("undrawn")
 def test_progress_is_told_in_lines_where_there_is_no_terminal(elsewhere, capsys, monkeypatch):
-    monkeypatch.setattr("solvers.commands.EVERY", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", 0.0)
     words = ["fit", "coin.py:Coin", "bias=0.8", *QUICK]
     assert main(words) == 0
     err = capsys.readouterr().err
-    assert len(re.findall(r"^iteration \d: return -?\d+\.\d\d", err, re.MULTILINE)) == 4
+    lines = re.findall(r"^C-IDS.*: \d of 4 iterations, return -?\d+\.\d\d, .*; .* left$", err, re.MULTILINE)
+    assert len(lines) == 4
     assert main([*words, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert sorted(path.name for path in Path("runs").iterdir()) == ["Coin-fit-1", "Coin-fit-2"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", 0.0)
+    names, budget = "qmdp,pft,rdpg", ["--simulations", "3", "--training-episodes", "50"]
+    episodes = ["--num-episodes", "6", "--planned-episodes", "2"]
+    assert main(["compare", "coin.py:Coin", "bias=0.8", "--policies", names, *budget, *episodes]) == 0
+    err = capsys.readouterr().err
+    for name, decisions in (("qmdp", 6), ("pft", 2), ("rdpg", 6)):
+        assert re.search(rf"^{name}: playing: {decisions} of \d+ decisions; .* left$", err, re.MULTILINE)
+    assert re.search(r"^rdpg: RDPG: \d+ of 50 episodes, best return .*; .* left$", err, re.MULTILINE)
 
 
 PLUGIN = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,14 @@ from cpomdp_ppl.cli.options import (
     names,
     note,
     prior_option,
+    progress_of,
     run_option,
     seed_option,
-    shows_progress,
 )
 from cpomdp_ppl.cli.plugins import POLICIES
 from cpomdp_ppl.cli.policies import Budget, recipe
 from cpomdp_ppl.cli.target import Results, load_solution, solution_hash
-from cpomdp_ppl.evaluation import Comparison, Evaluation, Mean, evaluate
+from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
 from cpomdp_ppl.run_files import COMPARISON
 from cpomdp_ppl.run_folder import RunFolder
 
@@ -65,7 +64,7 @@ def compare(options: Namespace) -> int:
         "unfinished": [name for name, folder in opened.items() if not folder.finished],
     }
     results = Results.at(options, "compare", spec, settings)
-    folder, progress = results.folder, shows_progress(options)
+    folder = results.folder
     measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
     with results.kept():
         for name in [*recipes, *solutions]:
@@ -75,6 +74,7 @@ def compare(options: Namespace) -> int:
             if name in measured:
                 note(options, f"{name}: the solution has changed, and is measured again")
             seconds, num_episodes = None, options.num_episodes
+            progress = progress_of(options, f"{name}: ")
             if name in recipes:
                 note(options, f"{name}: {'learning' if recipes[name].learns else 'playing'} …")
                 began = time.perf_counter()
@@ -101,14 +101,15 @@ def compare(options: Namespace) -> int:
             }
             folder.write_json(MEASURED, measured)
             note(options, f"{name}: return {result.returns}")
-        evaluations = {name: as_evaluation(each["evaluation"]) for name, each in measured.items()}
+        evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
         seconds_by_name = {
             name: each["training_seconds"]
             for name, each in measured.items()
             if each["training_seconds"] is not None
         }
         folder.write_table(COMPARISON, columns(evaluations, seconds_by_name))
-        results.finish()
+        likelihoods = ", ".join(sorted({evaluation.likelihood for evaluation in evaluations.values()}))
+        results.finish(likelihood=likelihoods, prior=model.prior().tolist())
     print(Comparison(evaluations, seconds_by_name))
     note(options, f"table: {folder.path / COMPARISON}")
     return OK
@@ -132,20 +133,6 @@ def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:
     return one
 
 
-def as_evaluation(content: Mapping[str, Any]) -> Evaluation:
-    """An evaluation from its JSON, in which NaN is null."""
-    parts = dict(content)
-    for name in ("returns", "entropy", "regret"):
-        parts[name] = parts[name] and _mean(parts[name])
-    parts["returns_by_context"] = {name: _mean(each) for name, each in parts["returns_by_context"].items()}
-    return Evaluation(**parts)
-
-
-def _mean(content: Mapping[str, Any]) -> Mean:
-    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in content.items()}
-    return Mean(**known)
-
-
 def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]) -> dict[str, list[Any]]:
     """The table as columns: a row for each policy."""
     rows = [
@@ -158,8 +145,11 @@ def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]
             "entropy_bits": e.entropy.mean,
             "entropy_standard_error": e.entropy.standard_error,
             "identified": e.identified,
+            "identified_standard_error": e.identified_error,
             "regret": None if e.regret is None else e.regret.mean,
             "regret_standard_error": None if e.regret is None else e.regret.standard_error,
+            "regret_at_most": None if e.regret_at_most is None else e.regret_at_most.mean,
+            "informed_return": e.informed_return,
             "seconds_per_decision": e.seconds_per_decision,
             "training_seconds": training.get(name),
             "likelihood": e.likelihood,

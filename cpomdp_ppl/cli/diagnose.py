@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import FAILED, OK
@@ -26,8 +23,15 @@ from cpomdp_ppl.cli.options import (
     shows_progress,
 )
 from cpomdp_ppl.cli.target import Target
-from cpomdp_ppl.diagnostics import calibrate, plot_contexts, plot_filter, plot_states, to_inference_data
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.diagnostics import (
+    calibrate,
+    plot_contexts,
+    plot_filter,
+    plot_states,
+    summary,
+    to_inference_data,
+)
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.run_files import CALIBRATION, GOOD_RHAT, RHAT
 from cpomdp_ppl.simulate import simulate
@@ -51,7 +55,7 @@ PLAYED, INFERRED, CALIBRATED = range(3)
 def diagnose(options: Namespace) -> int:
     """Play episodes, infer what is hidden in them several times over, and ask if it can be believed."""
     target = Target.of(options)
-    backend = as_backend("smc") if options.likelihood is None else options.likelihood
+    backend = backend_for(target.model, options.likelihood)
     settings = {
         "num_episodes": options.num_episodes,
         "likelihood": repr(backend),
@@ -80,7 +84,7 @@ def diagnose(options: Namespace) -> int:
             seed=seed_for(results.seed, INFERRED),
             progress=progress,
         )
-        table = summary(data)
+        table = as_columns(data)
         figures: dict[str, Callable[[], Figure]] = {
             "contexts": partial(plot_contexts, data),
             "states": partial(plot_states, data),
@@ -104,7 +108,7 @@ def diagnose(options: Namespace) -> int:
         if calibration is not None:
             folder.write_json(CALIBRATION, as_content(calibration))
         write_figures(options, folder, figures)
-        results.finish()
+        results.finish(**target.in_force, calibrate="not asked for")
     print(r_hat_sentence(table))
     if calibration is not None:
         print(f"\n{calibration}")
@@ -112,16 +116,9 @@ def diagnose(options: Namespace) -> int:
     return OK if calibration is None or calibration.calibrated else FAILED
 
 
-def summary(data: Any) -> dict[str, list[Any]]:
+def as_columns(data: Any) -> dict[str, list[Any]]:
     """ArviZ's summary of contexts and states as columns, first the quantity's name."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
-        import arviz as az
-
-    found = data["posterior"]
-    variables = [str(name) for name in found.data_vars if name != "context_index"]
-    with np.errstate(invalid="ignore", divide="ignore"):  # there is no R-hat of what never varies
-        table = az.summary(data, var_names=variables, round_to=5)
+    table = summary(data, ["is_context", "state"], round_to=5)
     return {"quantity": [str(name) for name in table.index], **table.to_dict("list")}
 
 
@@ -133,12 +130,12 @@ def r_hat_sentence(table: dict[str, list[Any]]) -> str:
         if not math.isnan(float(value))
     }
     if not known:
-        return "R-hat: there is none, because nothing varies"
+        return "R-hat: there is none, because it takes two chains of four draws at least"
     worst = max(known, key=known.__getitem__)
     above = sum(value > GOOD_RHAT for value in known.values())
     return (
         f"R-hat: at worst {known[worst]:.3f}, of {worst}; above {GOOD_RHAT} for {above:,} of {len(known):,} "
-        f"quantities ({len(table['quantity']) - len(known):,} more never vary)"
+        "quantities"
     )
 
 
@@ -161,7 +158,7 @@ def _options(parser: ArgumentParser) -> None:
     model_arguments(parser, "target", several="the run folder of a fit, or a model")
     policy_option(parser)
     episodes_option(parser, 30)
-    likelihood_option(parser, "smc")
+    likelihood_option(parser)
     parser.add_argument("--chains", type=count, default=4, help="runs of the filter (default: %(default)s)")
     parser.add_argument("--draws", type=count, default=250, help="from each run (default: %(default)s)")
     parser.add_argument(

@@ -14,9 +14,9 @@ from cpomdp_ppl.cli.options import (
     note,
     policy_option,
     prior_option,
+    progress_of,
     run_option,
     seed_option,
-    shows_progress,
 )
 from cpomdp_ppl.cli.target import Target
 from cpomdp_ppl.evaluation import evaluate as take_stock
@@ -41,11 +41,11 @@ def evaluate(options: Namespace) -> int:
             options.num_episodes,
             likelihood=options.likelihood,
             prior=target.prior,
-            progress=shows_progress(options),
+            progress=progress_of(options),
             seed=results.seed,
         )
         results.replace().write_json(EVALUATION, evaluation.as_dict())
-        results.finish()
+        results.finish(**target.in_force, likelihood=evaluation.likelihood)
     print(evaluation)
     note(options, f"evaluation: {results.folder.path / EVALUATION}")
     return OK

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.progress import Progress
 
 MODEL_HELP = "module:Class or path/to/file.py:Class"
 
@@ -90,7 +91,9 @@ def prior_option(parser: ArgumentParser) -> None:
     )
 
 
-def likelihood_option(parser: ArgumentParser, default: str) -> None:
+def likelihood_option(
+    parser: ArgumentParser, default: str = "exact for a finite model of moderate size, otherwise smc"
+) -> None:
     """A backend, with settings."""
     parser.add_argument(
         "--likelihood",
@@ -108,6 +111,13 @@ def episodes_option(parser: ArgumentParser, default: int) -> None:
 def shows_progress(options: Namespace) -> bool:
     """Whether to draw progress bars: on a terminal, unless told to be quiet."""
     return sys.stderr.isatty() and not options.quiet
+
+
+def progress_of(options: Namespace, about: str = "") -> Progress:
+    """By bars on a terminal, and elsewhere by lines that begin with what they are about; or not at all."""
+    if options.quiet or sys.stderr.isatty():
+        return shows_progress(options)
+    return lambda line: note(options, f"{about}{line}")
 
 
 def note(options: Namespace, text: str) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
+    from cpomdp_ppl.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,16 @@ class Budget:
         simulations: Of a planner, for every decision.
         training_episodes: That a learner may play.
         seed: Of everything random.
-        progress: Whether to show progress bars.
+        progress: Whether to show progress bars; or a function that is told now and then how far it has got.
     """
 
     simulations: int = 100
     training_episodes: int = 10_000
     seed: int = 0
-    progress: bool = False
+    progress: Progress = False
 
     @staticmethod
-    def of(options: Namespace, seed: int, progress: bool) -> Budget:
+    def of(options: Namespace, seed: int, progress: Progress) -> Budget:
         """From the options of a command."""
         return Budget(options.simulations, options.training_episodes, seed, progress)
 

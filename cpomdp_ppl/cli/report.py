@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +15,20 @@ from cpomdp_ppl.cli.options import (
     episodes_option,
     likelihood_option,
     other_model_options,
+    progress_of,
     seed_option,
     shows_progress,
 )
 from cpomdp_ppl.cli.policies import Budget, recipe
 from cpomdp_ppl.cli.recorded import spec_of
-from cpomdp_ppl.cli.target import SOLUTION, load_solution
+from cpomdp_ppl.cli.target import load_solution, solution_place
+from cpomdp_ppl.inference import BACKENDS, as_backend
 from cpomdp_ppl.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+
+    from cpomdp_ppl.inference.backend import Backend
 
 
 def report(options: Namespace) -> int:
@@ -32,13 +39,15 @@ def report(options: Namespace) -> int:
     model = spec_of(folder, options).build()
     folder.require_writable()
     policy, prior = None, None
+    in_force: Mapping[str, Any] = {}
     name = options.policy or folder.record["settings"].get("policy")
     if name is not None:
         policy = recipe(name).made(name, model, budget_of(folder, options))
         prior = folder.record["settings"].get("prior")
-    elif folder.has(SOLUTION):
+    elif solution_place(folder) is not None:
         solution = load_solution(folder, model)
         policy, prior, name = solution.policy, solution.prior, "the solution"
+        in_force = getattr(solution, "settings", {})  # of a fit, what its settings came to
     path = write_report(
         folder.path,
         model=model,
@@ -46,17 +55,35 @@ def report(options: Namespace) -> int:
         policy_name=name,
         prior=prior,
         num_episodes=options.num_episodes,
-        likelihood="smc" if options.likelihood is None else options.likelihood,
+        likelihood=options.likelihood or likelihood_of(folder, in_force),
         seed=options.seed,
         progress=shows_progress(options),
+        in_force=in_force,
     )
     print(path)
     return OK
 
 
+def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | None:
+    """The backend that a run had, if its record tells all of it; a guide of the user's it does not tell."""
+    found = folder.record["settings"].get("likelihood") or in_force.get("likelihood")
+    found = found or folder.record.get("in_force", {}).get("likelihood")
+    with suppress(SyntaxError, TypeError, ValueError, AttributeError, KeyError):
+        if isinstance(found, str) and found in BACKENDS:
+            return as_backend(found)
+        if isinstance(found, Mapping):  # as a solution describes it
+            kind, settings = found.get(""), {name: value for name, value in found.items() if name}
+        else:  # as Python writes it: ParticleFilter(num_particles=256, …)
+            call: Any = ast.parse(found, mode="eval").body
+            kind = call.func.id
+            settings = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        return {each.__name__: each for each in BACKENDS.values()}[str(kind)](**settings)
+    return None
+
+
 def budget_of(folder: RunFolder, options: Namespace) -> Budget:
     """What the policy to be shown may spend: as in the run, if it acted there, where nothing else is said."""
-    usual = Budget(seed=options.seed, progress=shows_progress(options))
+    usual = Budget(seed=options.seed, progress=progress_of(options))
     settings: dict[str, Any] = folder.record["settings"]
     if options.policy in (None, settings.get("policy")):
         known = {name: settings[name] for name in ("simulations", "training_episodes") if name in settings}
@@ -77,7 +104,7 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument("--unfinished", action="store_true", help="also of a run that was stopped")
     other_model_options(parser)
     episodes_option(parser, 12)
-    likelihood_option(parser, "smc")
+    likelihood_option(parser, "that of the run, or what suits the model")
     seed_option(parser, 0)
 
 

@@ -63,7 +63,7 @@ def simulate(options: Namespace) -> int:
                 "standard_error": [mean.standard_error for mean in means.values()],
             },
         )
-        results.finish()
+        results.finish(**target.in_force, contexts="drawn from the prior")
     width = max(map(len, means))
     for name, mean in means.items():
         print(f"{name:<{width}}  {many(mean.num_episodes, 'episode'):>17}  return {mean}")

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cpomdp_ppl.cli.errors import CommandError, Interrupted
 from cpomdp_ppl.cli.model import ModelSpec, hash_of
-from cpomdp_ppl.cli.options import shows_progress
+from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, Recipe, recipe
 from cpomdp_ppl.cli.recorded import spec_of
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
 
 SOLUTION = "solution"
+CHECKPOINT = "checkpoint"
+"""Of a fit at work: the best so far, whatever ended it."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,14 @@ class Target:
         """
         if not isinstance(self.actor, Recipe):
             return self.actor
-        budget = Budget.of(options, self.seed, shows_progress(options))
+        budget = Budget.of(options, self.seed, progress_of(options))
         return self.actor.made(options.policy, self.model, budget)
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """What its settings come to where they were left out."""
+        prior = self.model.prior().tolist() if self.prior is None else torch.as_tensor(self.prior).tolist()
+        return {"policy": "the solution", "prior": prior}
 
     def results(
         self, options: Namespace, command: str, settings: Mapping[str, Any], outputs: Sequence[str]
@@ -197,12 +207,12 @@ class Results:
         self.folder.remove(self.outputs)
         return self.folder
 
-    def finish(self) -> None:
-        """Note that all is there."""
+    def finish(self, **in_force: Any) -> None:
+        """Note that all is there, and what settings that were left out came to."""
         if self.beside:
-            self.folder.add(self.command, settings=self.settings, seed=self.seed)
+            self.folder.add(self.command, settings=self.settings, seed=self.seed, in_force=in_force)
         else:
-            self.folder.finish()
+            self.folder.finish(in_force)
 
     def again(self) -> str:
         """The command line that goes on with this, or begins it again."""
@@ -235,9 +245,15 @@ class Results:
         return f"{what}; to begin again: {self.again()}"
 
 
+def solution_place(folder: RunFolder) -> Path | None:
+    """Where the solution of a folder is, or the best so far in the checkpoint of one that has none yet."""
+    places = (folder.path / SOLUTION, folder.path / CHECKPOINT)
+    return next((place for place in places if any(place.glob("[!.]*"))), None)  # a hidden file is half of one
+
+
 def solution_hash(folder: RunFolder) -> str:
     """What tells the solution in a folder from one before or after it."""
-    return hash_of(folder.path / SOLUTION)
+    return hash_of(solution_place(folder) or folder.path / SOLUTION)
 
 
 def load_solution(folder: RunFolder, model: CPOMDP) -> Any:
@@ -251,6 +267,7 @@ def load_solution(folder: RunFolder, model: CPOMDP) -> Any:
         raise RunFolderError(
             f"{folder.path} has no solution: it is of the command '{folder.record['command']}', not of a fit"
         )
-    if not folder.has(SOLUTION):
+    place = solution_place(folder)
+    if place is None:
         raise RunFolderError(f"{folder.path} has no solution yet: repeat its command to go on with it")
-    return SOLVERS.find(name)(folder.path / SOLUTION, model)
+    return SOLVERS.find(name)(place, model)

@@ -84,18 +84,25 @@ def diagnostics(folder: RunFolder) -> dict[str, Any] | None:
     return None if rhat is None and calibration is None else {"rhat": rhat, "calibration": calibration}
 
 
-def configuration(folder: RunFolder) -> list[dict[str, Any]]:
-    """`run.json` as tables."""
+def configuration(folder: RunFolder, in_force: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """`run.json` as tables.
+
+    Args:
+        folder: Of the run.
+        in_force: What settings of the run came to that were left at their defaults, beside what is noted.
+    """
     record = folder.record
+    came_to = {**(in_force or {}), **_mapping(record.get("in_force"))}
     run = {name: record.get(name) for name in ("command", "model", "seed", "started", "commit", "finished")}
     parts = [
         ("Run", {name: value for name, value in run.items() if value is not None}),
         ("Model", record["arguments"]),
-        ("Settings", record["settings"]),
+        ("Settings", _settled(record["settings"], came_to)),
     ]
     for command, entry in record["added"].items():
         if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
-            parts.append((f"Added by {command}", {**entry["settings"], "seed": entry.get("seed")}))
+            settings = _settled(entry["settings"], _mapping(entry.get("in_force")))
+            parts.append((f"Added by {command}", {**settings, "seed": entry.get("seed")}))
     parts.append(("Versions", record["versions"]))
     return [{"title": title, "rows": _rows(values)} for title, values in parts if values]
 
@@ -117,7 +124,7 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
         {
             "name": "Context identified",
             "value": "–" if (share := evaluation["identified"]) is None else f"{100 * share:.1f} %",
-            "more": "of episodes",
+            "more": _of_episodes(evaluation.get("identified_error")),
         },
     ]
     regret = evaluation.get("regret")
@@ -125,6 +132,11 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
         error = _fixed(regret["standard_error"], 2)
         more = f"± {error} (standard error) behind who is told the context"
         numbers.append({"name": "Regret", "value": _fixed(regret["mean"], 2), "more": more})
+    most = evaluation.get("informed_return")
+    if regret is None and most is not None:
+        error = _fixed(returns["standard_error"], 2)
+        more = f"± {error} (standard error) behind {most:.2f}, which nobody exceeds: context and state known"
+        numbers.append({"name": "Regret, at most", "value": _fixed(most - returns["mean"], 2), "more": more})
     seconds = evaluation.get("seconds_per_decision")
     if seconds is not None:
         value = f"{1e3 * seconds:.2g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.2g} µs"
@@ -135,6 +147,10 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
 def _fixed(value: float | None, places: int) -> str:
     """A number, or a dash: of a single episode there is no error."""
     return "–" if value is None else f"{value:.{places}f}"
+
+
+def _of_episodes(error: float | None) -> str:
+    return "of episodes" if error is None else f"± {100 * error:.1f} % (standard error) of episodes"
 
 
 def _episodes(mean: Mapping[str, Any]) -> str:
@@ -239,9 +255,24 @@ def _rows(values: Mapping[str, Any]) -> Sequence[list[str]]:
     return [[str(name), _shown(value)] for name, value in values.items()]
 
 
+def _mapping(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
+def _settled(settings: Mapping[str, Any], in_force: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, those that were left out with what they came to."""
+    return {
+        name: f"{_shown(in_force[name])} (default)" if value is None and name in in_force else value
+        for name, value in settings.items()
+    }
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
         return "–"
+    if isinstance(value, dict) and isinstance(value.get(""), str):  # an object, by its class and attributes
+        parts = [f"{name}={_shown(part)}" for name, part in value.items() if name]
+        return f"{value['']}({', '.join(parts)})"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

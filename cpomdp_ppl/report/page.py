@@ -22,7 +22,7 @@ from cpomdp_ppl.run_folder import RunFolder, versions
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -49,12 +49,13 @@ def write_report(
     policy: PolicyLike | None = None,
     policy_name: str | None = None,
     output: str | os.PathLike[str] | None = None,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     num_episodes: int = 12,
     num_particles: int = 200,
     prior: Sequence[float] | Tensor | None = None,
     seed: int | None = 0,
     progress: bool = False,
+    in_force: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page about a run: results, episodes to step through, convergence, diagnostics, configuration.
 
@@ -67,12 +68,15 @@ def write_report(
         policy: Who acts in the episodes to step through.
         policy_name: What to call it on the page.
         output: Where to write the page; `report.html` in the folder if left out.
-        likelihood: The filter whose beliefs are shown: a backend or its name.
+        likelihood: The filter whose beliefs are shown: a backend or its name; left out, the
+            `default_backend` for the model.
         num_episodes: How many episodes to play, contexts balanced; fewer are kept if the page gets too large.
         num_particles: How many particles to show, at most.
         prior: Over contexts, `[C]`; the model's if left out.
         seed: Of everything random; None takes fresh entropy.
         progress: Whether to show a progress bar.
+        in_force: What settings of the run came to that were left at their defaults, as far as its record does
+            not tell: `Solution.settings`, of a fit.
 
     Returns:
         Where the page is.
@@ -98,7 +102,7 @@ def write_report(
     data["convergence"] = convergence(opened, _known_return(model, prior))
     data["lived"] = lived(opened)
     data["diagnostics"] = diagnostics(opened)
-    data["configuration"] = configuration(opened)
+    data["configuration"] = configuration(opened, in_force or {})
     room = LARGEST - len(page(data))
     if policy is not None:
         recording = record(

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import checked, inferring, initial_step, steps
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief
 from cpomdp_ppl.isolation import RandomStream, fresh_seed
@@ -170,7 +170,7 @@ def record(
     policy: PolicyLike,
     *,
     num_episodes: int = 12,
-    likelihood: str | Backend = "smc",
+    likelihood: str | Backend | None = None,
     num_particles: int = 200,
     num_outcomes: int = 32,
     prior: Sequence[float] | Tensor | None = None,
@@ -183,7 +183,8 @@ def record(
         model: The CPOMDP.
         policy: Who acts.
         num_episodes: How many episodes B, contexts that the prior holds possible equally often.
-        likelihood: The filter behind beliefs: a backend or its name.
+        likelihood: The filter behind beliefs: a backend or its name; left out, the `default_backend` for the
+            model.
         num_particles: How many draws M from the belief under each context to keep, at most.
         num_outcomes: How many outcomes of each action are tried to see what it would tell.
         prior: Over contexts, `[C]`; the model's if left out. The policy and the filter both start from it.
@@ -207,7 +208,7 @@ def record(
     num_outcomes = require_count("num_outcomes", num_outcomes)
     number = fresh_seed(seed)
     seeds = [int(n) for n in np.random.SeedSequence(number).generate_state(3)]
-    backend = as_backend(likelihood)
+    backend = backend_for(model, likelihood)
     C = model.num_contexts
     p = as_prior(model.prior().detach() if prior is None else prior, C, B).to(model.device)
     require(p.dim() == 1, "prior", list(p.shape), f"shape [{C}]")

@@ -18,8 +18,7 @@ from baselines.simple import Always, ApproachObserveCommit, ContextKnown
 from cpomdp_ppl import RandomPolicy, evaluate, models, simulate
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
-from cpomdp_ppl.evaluation import most_exact
-from cpomdp_ppl.inference.backend import Backend
+from cpomdp_ppl.inference import reference_backend
 from cpomdp_ppl.isolation import isolated, seed_for
 from solvers import cids, exact
 from solvers.checkpoint import load_tensors, save_tensors
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from cpomdp_ppl import CPOMDP, Episodes
-    from cpomdp_ppl.inference.backend import Recursion
-    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl import CPOMDP
     from solvers.estimators import Estimator
     from solvers.objectives import Objective
 
@@ -122,56 +119,17 @@ def evaluate_policy(settings: Mapping[str, Any], folder: Path, needs: Sequence[P
     """What a policy earns and finds out, on average and in each episode."""
     model = make_model(settings)
     policy, note = make_policy(model, settings["policy"], needs)
-    num_episodes = settings["episodes"]
-    likelihood = Remembering(most_exact(model))
-    result = evaluate(
-        model,
-        policy,
-        num_episodes,
-        likelihood=likelihood,
-        told=isinstance(policy, ContextKnown),
-        batch_size=num_episodes,  # all at once: they are remembered in their order
-        seed=0,
-    ).as_dict()
+    B = settings["episodes"]
+    found = evaluate(model, policy, B, told=isinstance(policy, ContextKnown), batch_size=B, seed=0)
+    result = found.as_dict()
     del result["seconds_per_decision"]  # it would be another one the next time
-    episodes, filtering = likelihood.last
-    assert episodes.contexts is not None
-    assert episodes.returns is not None
+    assert found.per_episode is not None
     each = {
-        "contexts": episodes.contexts.tolist(),
-        "returns": episodes.returns.tolist(),
-        "entropy": entropy(filtering.posterior()[:, -1], "bits").tolist(),
+        "contexts": found.per_episode.contexts.tolist(),
+        "returns": found.per_episode.returns.tolist(),
+        "entropy": found.per_episode.entropies.tolist(),
     }
-    return {**result, "likelihood": likelihood.backend.name, "each": each, "note": note}
-
-
-class Remembering(Backend):
-    """A backend that remembers the episodes it was last given, of which `evaluate` tells averages alone.
-
-    Args:
-        backend: Which does the work.
-
-    Attributes:
-        last: Episodes, and what was found.
-    """
-
-    name = "remembering"
-    last: tuple[Episodes, Filtering]
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-
-    def recursion(self, model: CPOMDP) -> Recursion:
-        """The other's."""
-        return self.backend.recursion(model)
-
-    def run(
-        self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
-    ) -> Filtering:
-        """What the other finds."""
-        filtering = self.backend.run(model, episodes, seed=seed, moments=moments)
-        self.last = episodes, filtering
-        return filtering
+    return {**result, "each": each, "note": note}
 
 
 def plan_exactly(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
@@ -188,7 +146,9 @@ def play(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> di
     policy, _ = make_policy(model, settings["policy"], needs)
     contexts = [c for c in range(model.num_contexts) for _ in range(settings["trajectories"])]
     episodes = simulate(model, policy, len(contexts), contexts=contexts, seed=settings["seed"])
-    filtering = most_exact(model).run(model, episodes, seed=seed_for(settings["seed"], 1), moments=False)
+    filtering = reference_backend(model).run(
+        model, episodes, seed=seed_for(settings["seed"], 1), moments=False
+    )
     posterior = filtering.posterior()  # [B, T + 1, C]
     assert isinstance(episodes.states, torch.Tensor)
     return {

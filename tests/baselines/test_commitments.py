@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baselines.belief import inverted, thinned
-from baselines.commitments import moved, plans, play, returns_of
+from baselines.commitments import moved, plans, play, returns_after, returns_of
 from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inferring
@@ -57,6 +57,22 @@ def test_returns_are_those_of_the_tables():
         for g, plan in enumerate(G.tolist()):
             np.testing.assert_array_equal(returns[:, r, g], return_by_tables(model, plan, s, t))
     assert returns[:, time == 5].abs().max() == 0 < returns.abs().max()
+
+
+def test_returns_after_an_action_are_those_of_the_tables():
+    """From every state at every time: the action is taken there and then, and the plan kept to thereafter."""
+    model = LineGrid(horizon=4)
+    G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
+    state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(4), indexing="ij"))
+    with inferring(model, 0):
+        programs = ParticleFilter(2).recursion(model)
+        returns = returns_after(G, programs, state[None, :, None].expand(2, -1, 2), time)
+    assert returns.shape == (2, 32, 3, 3)
+    for r, (s, t) in enumerate(zip(state.tolist(), time.tolist(), strict=True)):
+        for g, plan in enumerate(G.tolist()):
+            for a in range(3):
+                taken = [a if step == t else plan[step] for step in range(4)]
+                np.testing.assert_array_equal(returns[:, r, a, g], return_by_tables(model, taken, s, t))
 
 
 def test_returns_are_means_where_there_is_luck():
@@ -127,7 +143,7 @@ def test_thinning_keeps_weights_to_within_one_state():
     weights = torch.rand(2, 1, N).softmax(-1)
     state = {"number": torch.arange(N).expand(2, B, N), "twice": 2 * torch.arange(N).expand(2, B, N)}
     row = torch.zeros(2, B)
-    states = thinned(Cloud(state, weights.expand(2, B, N), torch.zeros(2, B, N), row, row.bool()), M)
+    states = thinned(Cloud(state, weights.expand(2, B, N), torch.zeros(2, B, N), row, row.bool(), row), M)
     assert torch.equal(states["twice"], 2 * states["number"])
     counts = torch.nn.functional.one_hot(states["number"], N).sum(2)  # [2, B, N]
     assert bool(((counts - M * weights).abs() < 1).all())

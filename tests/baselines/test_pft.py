@@ -3,16 +3,20 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
+from baselines.commitments import plans
 from baselines.pft import PFT
 from cpomdp_ppl import CPOMDP, simulate
 from cpomdp_ppl.inference import ObservableOperator
 from cpomdp_ppl.models import Beacons, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
+from tests.baselines.test_commitments import return_by_tables
+from tests.baselines.upfront import Orchard, Workshop
 from tests.conftest import assert_mean
 from tests.programs import EyesOpen, Plates
 from tests.solvers import truth
@@ -48,6 +52,26 @@ def test_it_is_nearly_optimal():
     lost = policy.shortfall
     error = float(lost.std()) / len(lost) ** 0.5
     assert float(lost.mean()) - error <= 0.05 * policy.plan.value
+
+
+def test_what_costs_now_and_pays_later_is_tried():
+    """To mend one part after the other, and then to run, earns 2 T − 15 for sure; to sell at once, −1."""
+    model = Workshop()
+    model.horizon = 8
+    returns = simulate(
+        model, PFT(model, 40, 4, root_particles=4), 18, contexts="balanced", seed=0
+    ).returns.double()
+    error = float(returns.std()) / len(returns) ** 0.5
+    assert float(returns.mean()) > -1 + 3 * error
+    assert float(returns.mean()) >= 2 * model.horizon - 15 - 2 * error
+
+
+def test_what_pays_only_after_several_steps_is_begun():
+    """To plant k times and then to harvest earns (T − k) (0.7 k − 1) − 2 k, at best 7.5; to leave, −1."""
+    model = Orchard()
+    policy = PFT(model, 100)
+    tree = policy.search(policy.start(model.prior().expand(20, -1)), 0)
+    assert int((tree.most_visited() == 0).sum()) >= 15
 
 
 class Ladder(CPOMDP):
@@ -217,24 +241,32 @@ def test_leaves_are_worth_what_they_should(settings, expected):
     assert value_of_going_left(model, **settings).tolist() == [expected] * 400
 
 
+@pytest.mark.parametrize("horizon", [4, 5, 8])
 @pytest.mark.parametrize(
-    ("commitments", "values", "visits"),
-    [
-        # Either target is worth -10, and to sense until the end nothing. After one look, that the simulation
-        # takes, the likelier target is worth 0.85 · 20 - 0.15 · 40 = 11.
-        (None, [-10.0, -10.0, (0.0 + 11.0) / 2], [1, 1, 2]),
-        (["left", 1], [-10.0, -10.0, 11.0], [1, 1, 1]),
-        # Of two plans that begin alike the better counts; left is tried first, as nothing is known of it.
-        ([lambda t: "sense" if t < 3 else "left", "sense"], [0.0, 0.0, 0.0], [1, 0, 1]),
-    ],
+    "commitments", [None, ["left"], ["sense", 1], [lambda t: "sense" if t < 2 else "left", "right"]]
 )
-def test_commitments_are_the_first_values_of_actions(commitments, values, visits):
-    model = LineGrid(horizon=8)
+def test_the_best_commitments_after_them_are_the_first_values_of_actions(commitments, horizon):
+    model = LineGrid(horizon=horizon)
     policy = PFT(model, 1, 16, commitments=commitments)
     tree = policy.search(policy.start(model.prior().expand(3, -1)), 0)
+    after = [[a, *plan[1:]] for a in range(3) for plan in plans(model, commitments).tolist()]
+    worth = np.array([return_by_tables(model, plan, model.start, 0).mean() for plan in after])
+    first = worth.reshape(3, -1).max(1)
     for b in range(3):
-        assert tree.visits[0, b].tolist() == visits
-        assert tree.values[0, b].tolist() == pytest.approx(values, abs=1e-5)
+        taken = int(first.argmax())  # by the only simulation: the first of the best
+        assert tree.visits[0, b].tolist() == [1.0 + (a == taken) for a in range(3)]
+        others = [a for a in range(3) if a != taken]
+        assert tree.values[0, b, others].tolist() == pytest.approx(first[others].tolist(), abs=1e-5)
+
+
+def test_a_first_value_counts_as_one_visit():
+    """Blindly, either target earns -10; after a look, the likelier one 0.85 · 20 - 0.15 · 40 = 11."""
+    model = LineGrid(horizon=8)
+    policy = PFT(model, 3, 16, commitments=["left", "right"])
+    tree = policy.search(policy.start(model.prior().expand(3, -1)), 0)
+    for b in range(3):
+        assert tree.visits[0, b].tolist() == [2.0, 2.0, 2.0]
+        assert tree.values[0, b].tolist() == pytest.approx([-10.0, -10.0, (-10.0 + 11.0) / 2], abs=1e-5)
 
 
 def test_rollouts_are_random():

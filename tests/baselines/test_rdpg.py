@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -17,7 +18,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.policy import History, Percept
-from tests.programs import Dice, EyesOpen, Learnable
+from tests.programs import Dice, EyesOpen, Learnable, Skewed
 
 CPU = torch.device("cpu")
 SHORT = Settings(
@@ -271,6 +272,12 @@ def test_the_policy_is_the_best_of_those_evaluated(monkeypatch):
     learned = fitted(Payoff())
     assert learned.history.greedy_return.values.tolist() == [1000, 2000, 0]
     assert simulate(Payoff(), learned.policy, 2, seed=5).returns.tolist() == [2000, 2000]
+
+
+def test_rare_contexts_count_in_the_choice_of_the_best():
+    """Before, 16 episodes left out the context of probability 0.03, and the best had a return of 1."""
+    learned = fitted(Skewed(), settings=replace(SHORT, evaluation_episodes=16))
+    assert learned.history.greedy_return.values == pytest.approx(0.97 - 3.0, abs=1e-5)
 
 
 def test_where_nothing_is_earned_the_unit_of_reward_is_one():

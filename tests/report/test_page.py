@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, evaluate
-from cpomdp_ppl.models import LightDark, LineGrid
+from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import page, write_report
 from cpomdp_ppl.run_folder import RunFolder, RunFolderError
 
@@ -266,6 +266,15 @@ def test_a_page_that_would_be_too_large(full, monkeypatch):
     assert 1 <= len(data["player"]["action"]) < 8
     assert data["pictures"]["diagnostics"]["shown"] == []
     assert data["pictures"]["diagnostics"]["left_out"][0].startswith("figures/contexts.")
+
+
+def test_regret_that_is_not_known_is_bounded(full):
+    found = evaluate(ContextualTiger(), RandomPolicy(3), 30, seed=0)
+    full.write_json("evaluation.json", found.as_dict())
+    numbers = {each["name"]: each for each in written(full.path).data["headline"]["numbers"]}
+    assert "Regret" not in numbers
+    assert numbers["Regret, at most"]["value"] == f"{100 - found.returns.mean:.2f}"
+    assert "behind 100.00, which nobody exceeds" in numbers["Regret, at most"]["more"]
 
 
 def test_an_evaluation_of_one_episode_has_no_errors(full):

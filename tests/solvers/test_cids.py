@@ -243,7 +243,8 @@ cids.fit(LineGrid(), likelihood="exact", iterations=6, batch_size=20, seed=3, pr
 def test_a_killed_fit_goes_on_to_the_very_same_end(tmp_path):
     whole = cids.fit(LineGrid(), **SHORT)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums by two may round differently
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as victim:
         assert victim.stdout is not None
         while victim.stdout.readline().strip() != "2":
             assert victim.poll() is None
@@ -542,11 +543,50 @@ def test_callbacks_are_told_and_tensorboard_writes(tmp_path):
     assert events.stat().st_size > 500
 
 
-def test_a_progress_bar_says_how_it_goes(capsys):
-    cids.fit(LineGrid(), **{**SHORT, "progress": True})
+def test_a_progress_bar_says_how_it_goes_and_how_long_it_takes(capsys):
+    cids.fit(LineGrid(), **{**SHORT, "iterations": 30, "progress": True})
     shown = capsys.readouterr().err
-    for word in ("C-IDS", "return", "H bits", "τ"):
+    for word in ("C-IDS, 20 episodes an iteration, likelihoods by exact", "return", "H bits", "τ"):
         assert word in shown
+    assert re.search(r"\d/30 \[\d\d:\d\d<\d\d:\d\d", shown)  # time taken, time left
+
+
+def test_lines_say_it_too(monkeypatch):
+    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
+    said = []
+    cids.fit(LineGrid(), **{**SHORT, "progress": said.append})
+    (line,) = said
+    assert re.search(r"likelihoods by exact: 1 of 6 iterations, return .*, H bits .*, τ .*; .* left$", line)
+
+
+def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
+    rest = {name: value for name, value in SHORT.items() if name != "likelihood"}
+    ours, exact = cids.fit(LineGrid(), **rest), cids.fit(LineGrid(), **rest, likelihood="exact")
+    assert same_weights(ours.policy, exact.policy)
+    assert ours.settings == exact.settings
+    assert cids.fit(LightDark(2), **rest).settings["likelihood"][""] == "ParticleFilter"
+
+
+def test_a_checkpoint_by_particles_goes_on_by_particles(tmp_path):
+    """They were once the default for every model: whoever leaves it out again must not get another."""
+    settings = {**SHORT, "checkpoint_every": 2}
+    del settings["likelihood"]
+    whole = cids.fit(LineGrid(), **settings, likelihood="smc")
+    stopped = [Interrupted(after=5)]
+    cids.fit(LineGrid(), **settings, likelihood="smc", checkpoint=tmp_path, callbacks=stopped)
+    rest = cids.fit(LineGrid(), **settings, checkpoint=tmp_path)
+    assert rest.settings["likelihood"][""] == "ParticleFilter"
+    assert same_weights(whole.policy, rest.policy)
+    with pytest.raises(CheckpointError, match="was made with likelihood"):
+        cids.fit(LineGrid(), **settings, likelihood="exact", checkpoint=tmp_path)
+
+
+def test_a_checkpoint_by_another_filter_is_refused(tmp_path):
+    settings = {**SHORT, "iterations": 2, "checkpoint": tmp_path}
+    cids.fit(LineGrid(), **{**settings, "likelihood": ParticleFilter(40)})
+    del settings["likelihood"]
+    with pytest.raises(CheckpointError, match="was made with likelihood"):
+        cids.fit(LineGrid(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -643,3 +683,44 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is():
     assert moved == [3, 4, 5]
     with pytest.raises(ValueError, match="warm_up"):
         ActorCritic(warm_up=1.0)
+
+
+@pytest.mark.parametrize(("every", "weights_of"), [(22, 20), (3, 18)])
+def test_a_checkpoint_holds_the_best_so_far(tmp_path, every, weights_of):
+    """Of the first window of twenty iterations; before its end, the last that was written."""
+    settings = {**SHORT, "iterations": 30, "batch_size": 4}
+    weights = {}
+
+    def note(iteration, measured, policy):
+        weights[iteration] = {name: weight.clone() for name, weight in policy.state_dict().items()}
+        if iteration == (every if every == 22 else 19) + 1:
+            raise ZeroDivisionError  # whatever ends it
+
+    with pytest.raises(ZeroDivisionError):
+        cids.fit(LineGrid(), **settings, checkpoint=tmp_path, checkpoint_every=every, callbacks=[note])
+    found = cids.load(tmp_path, LineGrid())
+    assert all(torch.equal(found.policy.state_dict()[name], x) for name, x in weights[weights_of].items())
+    assert not found.finished
+    assert found.prior.tolist() == [0.5, 0.5]
+    assert not found.policy.training
+    assert found.history.sizes["iteration"] == (22 if every == 22 else 18)
+    with pytest.raises(CheckpointError, match="constants"):
+        cids.load(tmp_path, LineGrid(penalty=30.0))
+
+
+def test_a_checkpoint_of_other_policies(tmp_path):
+    settings = {**SHORT, "iterations": 2}
+    cids.fit(LineGrid(), **settings, prior="dirichlet", checkpoint=tmp_path / "amortised")
+    assert cids.load(tmp_path / "amortised", LineGrid()).policy.amortised
+    mine = cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine")
+    with pytest.raises(ValueError, match="policy: expected a module like the one"):
+        cids.load(tmp_path / "mine", LineGrid())
+    again = cids.load(tmp_path / "mine", LineGrid(), policy=Table(LineGrid()))
+    assert again.finished
+    assert same_weights(again.policy, mine.policy)
+    state = torch.load(tmp_path / "mine" / "checkpoint.pt", weights_only=True)
+    del state["prior"]  # as they were before
+    torch.save(state, tmp_path / "mine" / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match="go on with the fit"):
+        cids.load(tmp_path / "mine", LineGrid())
+    assert cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine").finished
