@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.abuse.effort import FACTOR, TRIED
+from tests.abuse.effort import FACTOR, LARGEST, TRIED
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -9,3 +9,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("abuse")
         for what, count in sorted(TRIED.items()):
             terminalreporter.line(f"{count:8d}  {what}")
+        for what, size in sorted(LARGEST.items()):
+            terminalreporter.line(f"{size:8.2g}  {what}, at most")

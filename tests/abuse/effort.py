@@ -12,6 +12,9 @@ FACTOR = int(os.environ.get("CPOMDP_ABUSE", "1"))
 TRIED: Counter[str] = Counter()
 """What was tried, and how it ended."""
 
+LARGEST: dict[str, float] = {}
+"""The largest discrepancies that were met."""
+
 
 def times(count: int) -> int:
     """So many, or in a long run a multiple."""

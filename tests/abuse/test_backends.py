@@ -89,7 +89,7 @@ def require_filtering(model, filtering, spec, num_particles):
     if filtering.ess is not None:
         assert filtering.ess.shape == filtering.resampled.shape == (B, T, C)
         assert bool(((filtering.ess > 0.999) & (filtering.ess < 1.001 * num_particles)).all())
-        assert bool(torch.isfinite(filtering.standard_error).all())
+        assert bool((filtering.standard_error >= 0).all())  # infinite, if a single family cannot tell
     posterior = filtering.posterior()
     assert posterior.shape == (B, T + 1, C)
     torch.testing.assert_close(posterior.sum(-1), torch.ones(B, T + 1, dtype=torch.float64))

@@ -43,6 +43,7 @@ from cpomdp_ppl.diagnostics import (
     plot_contexts,
     plot_filter,
     plot_states,
+    summary,
     to_inference_data,
 )
 from cpomdp_ppl.generative import Generative
@@ -52,6 +53,7 @@ from cpomdp_ppl.inference import (
     ObservableOperator,
     ParticleFilter,
     UnscentedKalmanFilter,
+    reference_backend,
 )
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.learning import (
@@ -188,6 +190,8 @@ CALLS = {
     **{f"{n}.online": lambda b=b: online(b) for n, b in BACKENDS.items()},
     "exact.run": lambda: ObservableOperator().run(FINITE, FINITE_EPISODES),
     "exact.smooth": lambda: ObservableOperator().smooth(FINITE, FINITE_EPISODES, 3, seed=3),
+    "reference_backend": lambda: reference_backend(DARK),
+    "summary": lambda: summary(inferred(), var_names=["state"]),
     "calibrate": lambda: calibrate(DARK, RandomPolicy(3), ParticleFilter(16), 40, seed=3).p_values,
     "calibrate_contexts": lambda: (
         calibrate_contexts(
