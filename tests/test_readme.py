@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,11 @@ def test_a_complete_model_fits_in_forty_lines():
 def test_its_pictures_and_links_lead_somewhere(page):
     for path in re.findall(r"\]\((?!http)(.*?)\)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(path).exists(), path
+
+
+def test_the_reference_is_that_of_the_code():
+    spec = spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    reference = module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert (ROOT / "docs" / "reference.md").read_text() == reference.page(), "run `python docs/reference.py`"

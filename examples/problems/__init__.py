@@ -1,0 +1,1 @@
+"""Four problems of different kinds, each with a rule written by hand as the thing to beat."""
