@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in its background jobs
 torch.set_num_threads(1)  # tensors are small here, and threads that wait for each other are slow
 
 MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons)}
