@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cpomdp_ppl.errors import UnsupportedModelError
-from cpomdp_ppl.handlers import Batched, Recorded, base_of, is_deterministic, mask_of
+from cpomdp_ppl.handlers import (
+    Batched,
+    Recorded,
+    base_of,
+    expanded,
+    is_deterministic,
+    mask_of,
+    support_of,
+)
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Signature
@@ -30,11 +39,17 @@ if TYPE_CHECKING:
 INPUT = ""
 """The mark of state, action and context; no site has this name."""
 
-DRAWS = 64
-"""At how many states a program is followed."""
+DRAWS, CELLS = 64, 2**15
+"""At how many states a program is followed, and at how many states, actions and contexts in all, at most."""
 
-EXITS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+EXITS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__", "__format__")
 """Ways for values out of torch that are no operations of its own."""
+
+COPIES = ("tensor", "as_tensor", "asarray", "new_tensor")
+"""Likewise, which lead back into it."""
+
+SPREAD = torch.cat([torch.zeros(1), *(sign * torch.logspace(-3, 6, 64) for sign in (1, -1))])
+"""Values that a hidden site with infinitely many is tried at."""
 
 Marks = frozenset[str]
 
@@ -60,7 +75,9 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
 
     To be called inside `inferring`. Where the program looks at a value itself (an `if`, an `item()`), all
     that comes later counts as computed from it; if it looks at state, action or context, it might take
-    another way next time, so every site counts as a parent of all later ones.
+    another way next time, so every site counts as a parent of all later ones. What goes on in other threads
+    cannot be followed. So the program is also run with other values of every hidden site, and what changes
+    then depends on it, too.
 
     Raises:
         UnsupportedModelError: If whether a site is seen depends on a site that is not seen itself.
@@ -68,9 +85,10 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
     if len(signature.observations) < 2:
         return Dependencies()
     own = (1,) * model.max_plate_nesting
-    S = torch.Size((model.num_contexts, model.num_actions, DRAWS))
-    context = torch.arange(S[0], device=model.device).reshape(-1, 1, 1, *own)
-    action = torch.arange(S[1], device=model.device).reshape(1, -1, 1, *own)
+    C, A = model.num_contexts, model.num_actions
+    S = torch.Size((C, A, max(2, min(DRAWS, CELLS // (C * A)))))
+    context = torch.arange(C, device=model.device).reshape(-1, 1, 1, *own)
+    action = torch.arange(A, device=model.device).reshape(1, -1, 1, *own)
     found: list[_Followed] = []
     with torch.no_grad(), poutine.block(), model.running():
         with Batched(S, model.max_plate_nesting):
@@ -81,21 +99,20 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
             with Exits(followed.flow), followed.flow, followed:
                 followed.flow.mark(given, frozenset({INPUT}))
                 model.observation(*given)
-            _require_seen_parents(model, given, followed)
+            _try_other_values(model, given, followed)
             found.append(followed)
     sites = list(signature.observations)
-    parents = {name: _joined(found, "parents", name) for name in sites}
-    mask_parents = {name: _joined(found, "mask_parents", name) for name in sites}
-    numbers = (found[0].numbers.get(name, 1) for name in frozenset().union(*parents.values()))
+    parents = {name: _union(followed.parents.get(name, ()) for followed in found) for name in sites}
+    mask_parents = {name: _union(followed.mask_parents.get(name, ()) for followed in found) for name in sites}
     return Dependencies(
         {name: marks for name, marks in parents.items() if marks},
         {name: marks for name, marks in mask_parents.items() if marks},
-        math.prod(numbers),
+        math.prod(found[0].numbers.get(name, 1) for name in _union(parents.values())),
     )
 
 
-def _joined(found: list[_Followed], which: str, name: str) -> Marks:
-    return frozenset().union(*(getattr(followed, which).get(name, ()) for followed in found))
+def _union(marks: Iterable[Iterable[str]]) -> Marks:
+    return frozenset().union(*marks)
 
 
 class DataFlow(TorchDispatchMode):
@@ -124,8 +141,8 @@ class DataFlow(TorchDispatchMode):
                 for argument, value in zip(func._schema.arguments, args, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-            values = tree_leaves(result)
-            if not all(isinstance(value, Tensor) for value in values):  # `item`, `equal`
+            leaves = [value for value in tree_leaves(result) if value is not None]
+            if not all(isinstance(value, Tensor) for value in leaves):  # `item`, `equal`
                 self.looked_at |= marks
             if _shows_in_shape(func, args):
                 self.looked_at |= marks
@@ -141,7 +158,7 @@ class DataFlow(TorchDispatchMode):
 
     def of(self, values: Any) -> Marks:
         """The marks of all tensors in a structure together."""
-        return frozenset().union(*(self._marks.get(_address(tensor), ()) for tensor in _tensors(values)))
+        return _union(self._marks.get(_address(tensor), ()) for tensor in _tensors(values))
 
 
 def _shows_in_shape(func: Any, args: Any) -> bool:
@@ -161,12 +178,13 @@ class Exits(TorchFunctionMode):
         self.flow = flow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
-            and not self.flow.paused
-        ):
-            self.flow.looked_at |= self.flow.of(args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not self.flow.paused:
+            if func.__name__ in EXITS:
+                self.flow.looked_at |= self.flow.of(args)
+            elif func.__name__ in COPIES:
+                self.flow.mark(result, self.flow.of(args))
+        return result
 
 
 class _Followed(Messenger):
@@ -177,27 +195,28 @@ class _Followed(Messenger):
 
     def __init__(self, shape: torch.Size, own: int) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape = shape  # [C, A, D, *own]
         self.own = own
         self.flow = DataFlow()
         self.parents: dict[str, Marks] = {}
         self.mask_parents: dict[str, Marks] = {}
         self.sites: dict[str, Any] = {}
-        self.strides: dict[str, int] = {}  # how many draws on a discrete site has its next value
+        self.supports: dict[str, tuple[Tensor, Tensor]] = {}  # values [K, …], and whose turn it is [D]
         self.numbers: dict[str, int] = {}  # of values that a discrete site can take
-        self.stride = 1
+        self.stride = 1  # how many draws on the next discrete site has its next value
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or is_deterministic(msg):
             return
         name, fn, flow = msg["name"], msg["fn"], self.flow
         flow.paused = True
-        self.strides[name] = self.stride
-        value = self._value(name, fn.expand(torch.broadcast_shapes(self.shape, fn.batch_shape)))
+        value = self._value(name, expanded(fn, torch.broadcast_shapes(self.shape, fn.batch_shape)))
         flow.paused = False
-        marks, mask = flow.of(fn), mask_of(msg)
-        with suppress(NotImplementedError):  # a distribution may keep parameters where nobody finds them
-            marks |= flow.of(base_of(fn).log_prob(value))
+        marks, mask, before = flow.of(fn), mask_of(msg), flow.looked_at
+        with suppress(NotImplementedError, AssertionError):
+            marks |= flow.of(base_of(fn).log_prob(value))  # it may keep parameters where nobody finds them
+        marks |= flow.looked_at
+        flow.looked_at = before  # what a distribution looks at concerns nobody else
         self.mask_parents[name] = self._sites(flow.of(mask) | flow.looked_at)
         self.parents[name] = self._sites(marks) | self.mask_parents[name]
         flow.mark(value, frozenset({name}))
@@ -211,58 +230,98 @@ class _Followed(Messenger):
 
     def _value(self, name: str, fn: Any) -> Tensor:
         base = base_of(fn)
-        support = _support(base)
+        support = support_of(base)
         if support is None:
             return fn.sample().clone()  # type: ignore[no-any-return]
         self.numbers[name] = len(support) ** math.prod(base.batch_shape[len(self.shape) - self.own :])
-        turn = torch.arange(DRAWS, device=support.device) // self.stride % len(support)
-        self.stride = self.stride * len(support) % DRAWS or 1
-        values = support[turn].reshape(-1, *[1] * (self.own + len(fn.event_shape)))
-        return values.expand(fn.batch_shape + fn.event_shape).clone()
+        D = self.shape[2]
+        turn = torch.arange(D, device=support.device) // self.stride % len(support)
+        self.stride = self.stride * len(support) % D or 1
+        self.supports[name] = support, turn
+        return self.spread(support[turn], fn)
+
+    def spread(self, values: Tensor, fn: Any) -> Tensor:
+        """One value for each draw, `[D, …]`, in the shape of a site's value."""
+        event = values.dim() - 1
+        axes = [1] * (self.own + len(fn.event_shape) - event)
+        shape = torch.broadcast_shapes(self.shape, fn.batch_shape) + fn.event_shape
+        return values.reshape(len(values), *axes, *values.shape[1:]).expand(shape).clone()
+
+    def others(self, name: str) -> Iterator[Tensor]:
+        """Values of a site that differ from those it had: all it can take, or some from far and wide."""
+        site, D = self.sites[name], self.shape[2]
+        value = site["value"]
+        if name in self.supports:
+            support, turn = self.supports[name]
+            tried = int(turn.max()) + 1
+            candidates = [support[(turn + 1 + k) % len(support)] for k in range(0, len(support), tried)]
+        else:
+            yield expanded(site["fn"], value.shape[: value.dim() - site["fn"].event_dim]).sample()
+            candidates = [each[torch.arange(D) % len(each)] for each in SPREAD.to(value.device).split(D)]
+        for values in candidates:
+            yield self.spread(values.to(value.dtype), site["fn"])
 
 
-def _support(fn: Any) -> Tensor | None:
-    """The values of a distribution of single numbers, `[K]`, if they are finitely many."""
-    if not fn.has_enumerate_support or fn.event_shape:
-        return None
-    try:
-        return fn.enumerate_support(expand=False).flatten()  # type: ignore[no-any-return]
-    except NotImplementedError:
-        return None
+def _try_other_values(model: CPOMDP, given: list[Any], followed: _Followed) -> None:
+    """Run the program with other values of hidden sites, and add to their children what then changes.
+
+    Raises:
+        UnsupportedModelError: If a mask changes. Whether its site is seen would then tell something.
+    """
+    values = {name: site["value"] for name, site in followed.sites.items()}
+    gates = _union(followed.mask_parents.values())
+    for parent, site in followed.sites.items():
+        hidden = ~torch.as_tensor(mask_of(site))
+        if not bool(hidden.any()):
+            continue
+        hidden = hidden.reshape(hidden.shape + (1,) * site["fn"].event_dim)
+        for number, other in enumerate(followed.others(parent)):
+            if number > 0 and parent not in gates:  # all others matter to masks alone
+                break
+            changed = {**values, parent: torch.where(hidden, other, values[parent])}
+            with warnings.catch_warnings(), suppress(Exception), Recorded() as again:
+                warnings.simplefilter("ignore")  # such a value may well be one that the site cannot have
+                with poutine.condition(data=changed):
+                    model.observation(*given)
+            for name, after in again.sites.items():
+                before = followed.sites.get(name)
+                if before is None or name == parent:
+                    continue
+                if not _same(torch.as_tensor(mask_of(before)), torch.as_tensor(mask_of(after))):
+                    raise UnsupportedModelError(
+                        f"observation: whether site '{name}' is seen depends on site '{parent}', which is "
+                        f"not seen itself; show '{parent}' wherever '{name}' depends on it"
+                    )
+                if parent not in followed.parents[name] and not _same(
+                    *(_log_prob(each["fn"], values[name]) for each in (before, after))
+                ):
+                    followed.parents[name] |= {parent}
 
 
-def _require_seen_parents(model: CPOMDP, given: list[Any], followed: _Followed) -> None:
-    """Raise if whether a site is seen depends on one that is not: then that, too, would tell something."""
-    axis = -1 - model.max_plate_nesting
-    for name, parents in followed.mask_parents.items():
-        for parent in parents:
-            site = followed.sites[parent]
-            dim = axis - site["fn"].event_dim
-            other = site["value"].roll(followed.strides[parent], dim)  # each gets another's value
-            values = {known: each["value"] for known, each in followed.sites.items()}
-            with poutine.condition(data={**values, parent: other}), Recorded() as again:
-                model.observation(*given)
-            before, after = (torch.as_tensor(mask_of(run[name])) for run in (followed.sites, again.sites))
-            hidden = ~torch.as_tensor(mask_of(site))
-            if bool((hidden & (before != after)).any()):
-                raise UnsupportedModelError(
-                    f"observation: whether site '{name}' is seen depends on site '{parent}', which is not "
-                    f"seen itself; show '{parent}' wherever '{name}' depends on it"
-                )
+def _log_prob(fn: Any, value: Tensor) -> Tensor:
+    with suppress(NotImplementedError, AssertionError):
+        return base_of(fn).log_prob(value)  # type: ignore[no-any-return]
+    return torch.zeros(())
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """All tensors in a structure, also in distributions."""
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*torch.broadcast_tensors(one.nan_to_num(), other.nan_to_num()))
+
+
+def _tensors(values: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in a structure, also in distributions; transforms may have each other in a circle."""
+    visited = set() if visited is None else visited
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):
         for value in values.values():
-            yield from _tensors(value)
+            yield from _tensors(value, visited)
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, (Distribution, Transform)):
-        yield from _tensors(vars(values))
+            yield from _tensors(value, visited)
+    elif isinstance(values, (Distribution, Transform)) and id(values) not in visited:
+        visited.add(id(values))
+        yield from _tensors(vars(values), visited)
 
 
 def _address(tensor: Tensor) -> int:

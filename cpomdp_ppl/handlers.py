@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions import (
+    BetaBinomial,
     Categorical,
+    Empirical,
     ExpandedDistribution,
     Independent,
     MaskedDistribution,
@@ -15,6 +17,7 @@ from pyro.distributions import (
 )
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
+from torch.distributions import Binomial
 
 from cpomdp_ppl.errors import UnsupportedModelError
 
@@ -117,6 +120,22 @@ def draw_index(fn: Categorical) -> Tensor | None:
     total = total[..., :-1] / total[..., -1:]  # exactly 1 from the last possible index on: u is below
     u = torch.rand((*fn.batch_shape, 1), dtype=p.dtype, device=p.device)
     return (total <= u).sum(-1)
+
+
+def support_of(fn: Any) -> Tensor | None:
+    """All values of a distribution, `[K, *event]`, in whatever row; None if they are not finitely many."""
+    if not fn.has_enumerate_support:
+        return None
+    if isinstance(fn, Binomial | BetaBinomial):  # counts may end differently by row
+        return torch.arange(int(fn.total_count.max()) + 1, device=fn.total_count.device).to(fn.mean.dtype)
+    if isinstance(fn, Empirical):  # and samples differ; none is to count twice
+        samples: Tensor = fn._samples.flatten(0, len(fn.batch_shape)).unique(dim=0)
+        return samples
+    try:
+        support: Tensor = fn.enumerate_support(expand=False)
+    except NotImplementedError:
+        return None
+    return support.reshape(-1, *fn.event_shape)
 
 
 class Recorded(Messenger):

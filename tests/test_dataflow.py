@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -24,6 +27,11 @@ def found(observation, **attributes):
 
 def hidden(name, fn=None):
     return pyro.sample(name, (fn or dist.Normal(0.0, 1.0)).mask(torch.tensor(False)))
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def test_only_direct_parents_count():
@@ -60,6 +68,12 @@ def test_dependence_that_hardly_ever_shows():
         lambda a: float(len(a[a > 0])),
         lambda a: float(a.nonzero().shape[0]),
         lambda a: torch.jit.script(torch.nn.ReLU())(a),
+        lambda a: torch.tensor([a.mean(), a.max()])[0],
+        lambda a: torch.zeros(()).new_tensor([a.mean()])[0],
+        lambda a: torch.Tensor([a.mean()])[0],
+        lambda a: float(str(a.mean())[7:13]),
+        lambda a: pickle.loads(pickle.dumps(a)),
+        lambda a: in_a_thread(lambda: a + 1),
     ],
 )
 def test_there_is_no_way_round(used):
@@ -102,6 +116,22 @@ def test_to_look_something_up_in_a_table_is_not_to_look_at_it():
     assert found(observation).parents == {}
 
 
+def test_what_a_distribution_looks_at_concerns_nobody_else():
+    def observation(self, state, action, context):
+        hidden("a")
+        covariance = torch.eye(2) * (1.0 + context)[..., None, None]
+        pyro.sample("b", dist.MultivariateNormal(torch.zeros(2), covariance))
+        pyro.sample(
+            "c",
+            dist.LowRankMultivariateNormal(
+                state[..., None] + torch.zeros(2), torch.ones(2, 1), torch.ones(2)
+            ),
+        )
+        pyro.sample("d", dist.Normal(0.0, 1.0))
+
+    assert found(observation).parents == {}
+
+
 def test_both_kinds_of_observation_are_looked_at():
     def observation(self, state, action, context):
         a = hidden("a")
@@ -120,6 +150,25 @@ def test_what_is_seen_must_not_depend_on_what_is_not():
         found(observation)
     with pytest.raises(ModelError, match="site 'z'"):
         type("Watched", (Walk,), {"observation": observation})().check()
+
+
+@pytest.mark.parametrize(
+    ("fn", "opens"),
+    [
+        (dist.Categorical(torch.ones(100)), lambda k: k == 80),
+        (dist.Binomial(100, 0.1), lambda k: k > 80),
+        (dist.Poisson(1.0), lambda k: k > 1000),
+        (dist.Normal(0.0, 1.0), lambda z: z > 5),
+        (dist.Normal(0.0, 1.0), lambda z: (z < -20) & (z > -30)),
+        (dist.OneHotCategorical(torch.ones(3)), lambda x: x[..., 2] == 1),
+    ],
+)
+def test_a_hidden_gate_that_hardly_ever_opens(fn, opens):
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 1.0).mask(opens(hidden("gate", fn))))
+
+    with pytest.raises(UnsupportedModelError, match="whether site 'z' is seen depends on site 'gate'"):
+        found(observation)
 
 
 def test_a_gate_that_is_seen_wherever_it_matters_is_fine():

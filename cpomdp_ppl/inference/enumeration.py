@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from torch.nn import Parameter
 
 from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
-from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of
+from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of, support_of
 from cpomdp_ppl.inference.density import log_density, unfit, unmasked
 
 if TYPE_CHECKING:
@@ -182,22 +182,6 @@ class Sensible(Messenger):
             wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.own else wrong
             self.wrong = wrong if self.wrong is None else self.wrong | wrong
             self.message = self.message or _fault(self.program, msg["name"], fn, parameter, value, proper)
-
-
-def support_of(fn: Any) -> Tensor | None:
-    """All values of a distribution, `[K, *event]`, in whatever row; None if they are not finitely many."""
-    if not fn.has_enumerate_support:
-        return None
-    if isinstance(fn, torch.distributions.Binomial | dist.BetaBinomial):  # counts may end differently by row
-        return torch.arange(int(fn.total_count.max()) + 1, device=fn.total_count.device).to(fn.mean.dtype)
-    if isinstance(fn, dist.Empirical):  # and samples differ; none is to count twice
-        samples: Tensor = fn._samples.flatten(0, len(fn.batch_shape)).unique(dim=0)
-        return samples
-    try:
-        support: Tensor = fn.enumerate_support(expand=False)
-    except NotImplementedError:
-        return None
-    return support.reshape(-1, *fn.event_shape)
 
 
 class Nodes:

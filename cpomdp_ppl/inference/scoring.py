@@ -13,9 +13,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
-from cpomdp_ppl.handlers import is_deterministic, mask_of
+from cpomdp_ppl.handlers import is_deterministic, mask_of, support_of
 from cpomdp_ppl.inference.density import log_density, unmasked
-from cpomdp_ppl.inference.enumeration import ENGINE_AXES, Enumerated, support_of
+from cpomdp_ppl.inference.enumeration import ENGINE_AXES, Enumerated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
