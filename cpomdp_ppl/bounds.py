@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.errors import DensityError, require, require_model
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_model
 from cpomdp_ppl.inference.backend import inferring
 from cpomdp_ppl.inference.grid import BOUNDARY_MASS, GridFilter, GridRecursion
 from cpomdp_ppl.inference.observable_operator import ObservableOperator
@@ -75,7 +75,7 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
                 best = best_return(exact, exact.rewards)
                 return best if bool(best.isfinite().all()) else None
             return _on_grids(model)
-    except (ValueError, DensityError):  # the programs do not allow of tables
+    except (UnsupportedModelError, DensityError):  # the programs do not allow of tables
         return None
 
 

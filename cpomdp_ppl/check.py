@@ -173,6 +173,8 @@ def program_faults(model: CPOMDP) -> list[str]:
                 dependencies(model, read_signature(model))
         except UnsupportedModelError as error:
             faults.found["observation", "hidden"] = str(error)
+        except Exception as error:
+            faults.report("observation", "flow", f"cannot be followed: {type(error).__name__}: {error}")
     return list(faults.found.values())
 
 

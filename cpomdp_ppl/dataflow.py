@@ -213,8 +213,7 @@ class _Followed(Messenger):
         value = self._value(name, expanded(fn, torch.broadcast_shapes(self.shape, fn.batch_shape)))
         flow.paused = False
         marks, mask, before = flow.of(fn), mask_of(msg), flow.looked_at
-        with suppress(NotImplementedError, AssertionError):
-            marks |= flow.of(base_of(fn).log_prob(value))  # it may keep parameters where nobody finds them
+        marks |= flow.of(_log_prob(fn, value))  # it may keep parameters where nobody finds them
         marks |= flow.looked_at
         flow.looked_at = before  # what a distribution looks at concerns nobody else
         self.mask_parents[name] = self._sites(flow.of(mask) | flow.looked_at)
@@ -299,7 +298,8 @@ def _try_other_values(model: CPOMDP, given: list[Any], followed: _Followed) -> N
 
 
 def _log_prob(fn: Any, value: Tensor) -> Tensor:
-    with suppress(NotImplementedError, AssertionError):
+    """Of a value, as torch or Pyro have it; zero where they have none, or none for a batch."""
+    with suppress(Exception):
         return base_of(fn).log_prob(value)  # type: ignore[no-any-return]
     return torch.zeros(())
 

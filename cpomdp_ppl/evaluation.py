@@ -64,9 +64,9 @@ class Mean:
         """Average numbers `[B]`.
 
         A group's part of the mean has the error of its own numbers' spread. One number alone has none: it is
-        taken to be as uncertain as it is far from the mean of all. On average that is too much rather than
-        too little, as what differs between groups is in it; if all groups are of one, it is the error of
-        numbers without groups.
+        taken to be as uncertain as it is far from the plain mean of all. On average that is too much rather
+        than too little, as what differs between groups is in it; if all groups are of one, it is the error
+        of numbers without groups.
 
         Args:
             values: One for each episode.
@@ -87,6 +87,7 @@ class Mean:
         for stratum in strata.unique():
             some = strata == stratum
             m = int(some.sum())
+            # From the plain mean: one heavy episode is its own weighted mean, and would look certain.
             variance = y[some].var() if m > 1 else (y[some] - y.mean()).square().sum() * n / (n - 1)
             squares += float(w[some].sum() ** 2 * variance / m)
         return Mean(mean, squares**0.5, deviation, n)
@@ -298,8 +299,8 @@ def evaluate(
         model: The CPOMDP.
         policy: Who acts; several, by name, are given to `compare`, which returns a table of them.
         num_episodes: How many episodes; for several, also by name.
-        likelihood: How to compute context posteriors: a backend or its name. Left out, the one with the
-            smallest error that was estimated on simulated episodes; see `reference_backend`.
+        likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact one,
+            as far as simulated episodes tell; see `reference_backend`.
         prior: Over contexts, `[C]`; the model's if left out.
         told: Whether the policy is told the context: it then starts from a prior that is sure of it.
         batch_size: How many episodes are played side by side.

@@ -126,6 +126,8 @@ def support_of(fn: Any) -> Tensor | None:
     """All values of a distribution, `[K, *event]`, in whatever row; None if they are not finitely many."""
     if not fn.has_enumerate_support:
         return None
+    if isinstance(fn, ExpandedDistribution):
+        return support_of(fn.base_dist)
     if isinstance(fn, Binomial | BetaBinomial):  # counts may end differently by row
         return torch.arange(int(fn.total_count.max()) + 1, device=fn.total_count.device).to(fn.mean.dtype)
     if isinstance(fn, Empirical):  # and samples differ; none is to count twice

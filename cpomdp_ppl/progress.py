@@ -55,10 +55,10 @@ class Lines:
         self.tell(f"{self.what}: {words}; {roughly(left)} left")
 
     def set_postfix_str(self, postfix: str, refresh: bool = True) -> None:
-        """What else to say: at once, unless all has been quick so far, or with the next line."""
+        """What else to say: with the next line, which may be due now."""
         self.postfix = postfix
-        if refresh and postfix and time.monotonic() >= self.began + FIRST:
-            self.say()
+        if refresh:
+            self.update(0)
 
     def write(self, text: str) -> None:
         """Say something by the way."""

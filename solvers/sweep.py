@@ -16,7 +16,7 @@ from cpomdp_ppl import evaluate
 from cpomdp_ppl import sweep as sweeps
 from cpomdp_ppl.digest import digest
 from cpomdp_ppl.errors import require, require_count, require_model, whole_number
-from cpomdp_ppl.inference.choice import default_backend
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.parallel import RETRIES
 from cpomdp_ppl.sweep_axes import Grid
@@ -129,10 +129,9 @@ class FitAndEvaluate:
             settings: Further ones of `cids.fit`.
         """
         place = None if self.fits is None else self.fits / self.place(model, seed, **settings)
+        settings = copy.deepcopy({**self.settings, **settings})  # a policy is learned in place
         # Chosen here, for the digest to tell: outcomes of code that would choose another are refused.
-        settings = copy.deepcopy(  # a policy is learned in place
-            {"likelihood": default_backend(model), **self.settings, **settings}
-        )
+        settings["likelihood"] = backend_for(model, settings.get("likelihood"))
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
         if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
             raise KeyboardInterrupt

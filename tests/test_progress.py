@@ -40,6 +40,16 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(clock):
     assert len(said) == 12
 
 
+def test_what_else_there_is_to_say_does_not_make_lines_more_frequent(clock):
+    said = []
+    with progress.bar(said.append, 300, "sums", "terms") as shown:
+        for _ in range(300):
+            clock.now += 0.1
+            shown.set_postfix_str("batch by batch")
+            shown.update()
+    assert len(said) == 3  # after 1, 11 and 21 of 30 seconds
+
+
 def test_what_is_quick_needs_no_lines(clock):
     said = []
     with progress.bar(said.append, 10, "sums", "terms") as shown:

@@ -67,8 +67,8 @@ def report(options: Namespace) -> int:
 def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | None:
     """The backend that a run had, if its record tells all of it; a guide of the user's it does not tell."""
     found = folder.record["settings"].get("likelihood") or in_force.get("likelihood")
-    found = found or folder.record.get("in_force", {}).get("likelihood")
     with suppress(SyntaxError, TypeError, ValueError, AttributeError, KeyError):
+        found = found or folder.record.get("in_force", {}).get("likelihood")
         if isinstance(found, str) and found in BACKENDS:
             return as_backend(found)
         if isinstance(found, Mapping):  # as a solution describes it

@@ -347,7 +347,7 @@ def calibrate(
     )
     require(bins > 1, "bins", bins, "at least 2")
     require_seed(seed)
-    backend = backend_for(model, likelihood)
+    backend = backend_for(believed, likelihood)
     given = None if prior is None else one_prior(prior, model)
     episodes = simulate(model, policy, B, prior=given, seed=seed_for(seed, 0))
     assert episodes.contexts is not None

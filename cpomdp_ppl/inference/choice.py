@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.observable_operator import MEMORY, ObservableOperator
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.inference.reference import result_or_none
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.simulate import simulate
 
@@ -46,9 +46,9 @@ def backend_for(model: CPOMDP, likelihood: str | Backend | None) -> Backend:
 
 
 def _serves(backend: Backend, model: CPOMDP) -> bool:
-    """Whether a backend can follow episodes of a model, whichever of their sites were observed.
+    """Whether a backend can follow episodes of a model, also where one of their sites was not observed.
 
-    A policy may come upon combinations that random actions do not: each site is hidden in turn.
+    A policy may come upon combinations that random actions do not, so each site is hidden in turn.
     """
     episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
     sites = list(episodes.observed)
@@ -60,8 +60,6 @@ def _serves(backend: Backend, model: CPOMDP) -> bool:
         if first is not None:
             first = {name: flags & (name != hidden) for name, flags in first.items()}
         some = replace(episodes, observed=observed, initially_observed=first)
-        try:
-            backend.run(model, some, seed=0, moments=False)
-        except (UnsupportedModelError, DensityError, DegenerateWeightsError):
+        if result_or_none(backend, model, some) is None:
             return False
     return True

@@ -198,11 +198,11 @@ class Sensed(Scored):
         B, shape, size, full = len(value), spec.shape, spec.shape.numel(), self.batch_shape + spec.shape
         everything = self.seen.everything
         at_cells = None if everything else flags.reshape(1, B, 1, *spec.plates)
-        self.possible(name, mask_of(msg), at_cells)
         msg["value"] = at_sites = value.reshape(1, B, 1, *shape)
-        if name in self.discrete:
+        if name in self.discrete:  # whether that can have been seen is looked at where it is scored
             return
 
+        self.possible(name, mask_of(msg), at_cells)
         site = gaussian_site("observation", msg, len(spec.plates))
         mean = site.loc if site.loc.shape == full else site.loc.expand(full)
         self.means.append(mean.reshape(*self.batch_shape, size))

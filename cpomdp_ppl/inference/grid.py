@@ -482,12 +482,13 @@ class GridRecursion(DiscreteRecursion):
             with torch.no_grad():
                 other, roughly = DiscreteRecursion.look(self.coarse, DiscreteBelief(belief.coarse), seen)
                 both = torch.stack([increment.detach(), roughly], -1)
+                # Impossible on both is no difference.
                 error = SAFETY * (both[..., 0] - both[..., 1]).abs().nan_to_num(0.0, posinf=torch.inf)
                 found = replace(
                     found,
                     coarse=other.probabilities,
                     log_likelihoods=belief.log_likelihoods + both,
-                    error=belief.error + error,  # both impossible is no difference
+                    error=belief.error + error,
                 )
                 self._require_resolved(belief, found, seen)
         return found, increment

@@ -16,7 +16,7 @@ from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
 from cpomdp_ppl.inference.scoring import Seen, hidden_parents, log_density_of_seen
-from cpomdp_ppl.isolation import seed_for
+from cpomdp_ppl.isolation import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CELLS_AT_ONCE = 2**18
 """Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
 
-MOST_VALUES = 16
+SUMMED = 16
 """A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
 
 
@@ -294,12 +294,11 @@ class SMC(Recursion):
 
         def draw_hidden(name: str, fn: Any) -> Tensor:
             site = list(self.signature.observations).index(name)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed_for(seed, site))
+            with RandomStream(seed_for(seed, site)):
                 return draw(fn, torch.Size((*S, *self.own)), self.common)
 
         density = log_density_of_seen(
-            self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=MOST_VALUES
+            self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=SUMMED
         )
         return density if rows is None else density.expand(S).index_select(1, rows)
 

@@ -190,7 +190,7 @@ class LookAhead(Bootstrap):
             noise = torch.zeros((*batch, E), dtype=first.dtype, device=first.device, requires_grad=True)
             with Reparameterised("transition", self.own, noise):
                 moved = self.model.transition(repeated, action, self.context)
-            with Sensed(seen, self.signature, batch, self.discrete) as sensed:
+            with _Unchecked(seen, self.signature, batch, self.discrete) as sensed:
                 self.model.observation(self.signature.broadcast(moved, batch), action, self.context)
             mean = torch.cat(sensed.means, -1).reshape(C, B, N, m, m)
             jacobian = None
@@ -207,6 +207,13 @@ class LookAhead(Bootstrap):
             torch.cat(sensed.values, -1)[None, :, None],
             torch.cat(sensed.observed, -1)[None, :, None],
         )
+
+
+class _Unchecked(Sensed):
+    """A proposal may rest on anything: whether it can have been seen shows where particles are weighted."""
+
+    def possible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
+        """Everywhere."""
 
 
 def _at_particles(tensor: Tensor) -> Tensor:

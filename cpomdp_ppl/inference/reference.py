@@ -1,4 +1,4 @@
-"""Which backend to trust with a model: by errors that were estimated on simulated episodes."""
+"""Which backend to trust with a model: what simulated episodes tell of their errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError, require_model
-from cpomdp_ppl.inference.backend import inferring, steps
+from cpomdp_ppl.inference.backend import inferring, initial_step, steps
 from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
 from cpomdp_ppl.inference.gaussian import Reparameterised
 from cpomdp_ppl.inference.grid import BEHIND, GridFilter
@@ -48,7 +48,7 @@ UNSURE = 0.02
 
 
 def reference_backend(model: CPOMDP) -> Backend:
-    """The backend whose error, estimated on simulated episodes, is the smallest in reasonable time.
+    """The most exact backend, as far as simulated episodes tell, in reasonable time.
 
     Exact operators serve finite models. A Kalman filter is exact where initial state, motion and sensors are
     linear with Gaussian noise of constant scale: that is tried at simulated states, and the extended and the
@@ -63,19 +63,19 @@ def reference_backend(model: CPOMDP) -> Backend:
     require_model(model)
     number = model.num_contexts * max(2, -(-16 // model.num_contexts))
     episodes = simulate(model, RandomPolicy(model.num_actions), number, contexts="balanced", seed=0)
-    if model.states is not None and _filtering(ObservableOperator(), model, episodes) is not None:
+    if model.states is not None and result_or_none(ObservableOperator(), model, episodes) is not None:
         return ObservableOperator()
     if _is_linear_gaussian(model, episodes):
         return ExtendedKalmanFilter()
     if sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) == 1:
         for num_points in QUICK:
-            if _filtering(GridFilter(num_points), model, episodes) is not None:
+            if result_or_none(GridFilter(num_points), model, episodes) is not None:
                 return GridFilter()  # which may take more points, should other episodes need them
     return ParticleFilter(num_particles=_enough_particles(model, episodes))
 
 
-def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filtering | None:
-    """What a backend finds, or None if it refuses."""
+def result_or_none(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filtering | None:
+    """What a backend finds on episodes, or None if it refuses."""
     try:
         return backend.run(model, episodes, seed=0, moments=False)
     except REFUSED:
@@ -84,8 +84,8 @@ def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filtering
 
 def _is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
     """Whether Kalman filters are exact, as far as simulated episodes tell."""
-    extended = _filtering(ExtendedKalmanFilter(), model, episodes)
-    unscented = _filtering(UnscentedKalmanFilter(), model, episodes)
+    extended = result_or_none(ExtendedKalmanFilter(), model, episodes)
+    unscented = result_or_none(UnscentedKalmanFilter(), model, episodes)
     if extended is None or unscented is None:
         return False
     log_likelihood = extended.log_likelihood
@@ -115,14 +115,15 @@ def _goes_straight(recursion: KalmanRecursion, episodes: Episodes) -> bool:
     shape = torch.Size((B, episodes.horizon + 1))
     x = recursion.coordinates.vector(episodes.states, shape)  # [B, T + 1, D]
     K, E = x.shape[1], recursion.transition_noise
-    for seen in steps(episodes, 0):
-        assert seen.action is not None
+    looks = [initial_step(episodes, 0)] if model.initial_observation else []
+    for seen in [*looks, *steps(episodes, 0)]:
         # Lines through two states of the simulation, whichever, and on beyond one of them.
         pairs = x[torch.randint(B, (2, B, K)), torch.randint(K, (2, B, K))]  # [2, B, K, D]
-        points = _lines(pairs[:, None].expand(2, C, B, K, -1))  # [C, B, 3 K, D]
-        noise = _lines(torch.randn(2, C, B, K, E, dtype=x.dtype)) if E else None
-        if not _straight(recursion.moved(points, noise, seen.action)):
-            return False
+        if seen.action is not None:
+            points = _lines(pairs[:, None].expand(2, C, B, K, -1))  # [C, B, 3 K, D]
+            noise = _lines(torch.randn(2, C, B, K, E, dtype=x.dtype)) if E else None
+            if not _straight(recursion.moved(points, noise, seen.action)):
+                return False
         if seen.rows is not None and not len(seen.rows):
             continue
         some = seen if seen.rows is None else seen.select(seen.rows)
@@ -162,7 +163,7 @@ def _parabolic(values: Tensor) -> bool:
 
 def _enough_particles(model: CPOMDP, episodes: Episodes) -> int:
     """So many particles that probabilities of contexts have small errors, if that is within reason."""
-    found = _filtering(ParticleFilter(num_particles=FEWEST), model, episodes)
+    found = result_or_none(ParticleFilter(num_particles=FEWEST), model, episodes)
     if found is None or found.standard_error is None:
         return MOST
     p = found.posterior()[:, -1]  # [B, C]

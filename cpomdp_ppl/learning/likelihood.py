@@ -249,10 +249,8 @@ class Estimator:
     def with_particles(self, num_particles: int) -> Estimator:
         """The same by a particle filter with so many particles."""
         other = copy(self)
-        other.backend, other._size = (
-            replace(cast("ParticleFilter", self.backend), num_particles=num_particles),
-            None,
-        )
+        other.backend = replace(cast("ParticleFilter", self.backend), num_particles=num_particles)
+        other._size = None
         return other
 
     def __call__(self, at: Mapping[str, Tensor], seed: int) -> float:

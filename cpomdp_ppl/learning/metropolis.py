@@ -223,18 +223,21 @@ class Walk:
 
         A start may be anywhere, and its random numbers may be any: neither changes what the chain tends to.
         """
-        point, best = self._revived(target, middle), middle
-        for k in range(AFAR):
+        best = middle
+        for k in range(AFAR + 1):
+            try:
+                start = middle
+                if k > 0:
+                    drawn = target.from_prior(seed_for(self.seed, START, self.chain, k - 1))
+                    start = self._anew(target, drawn)
+                point = self._revived(target, start)
+            except (DensityError, NotImplementedError):  # a wild value, or a prior that cannot be drawn from
+                continue
             if math.isfinite(point.log_density):
                 self.centre = point.u
                 self.given = self.centre, self.covariance
                 return point
             best = max(best, point, key=_blocks_alive)
-            try:
-                drawn = target.from_prior(seed_for(self.seed, START, self.chain, k))
-                point = self._revived(target, self._anew(target, drawn))
-            except (DensityError, NotImplementedError):  # a wild value, or a prior that cannot be drawn from
-                continue
         error = rejected(
             "initial", target.values(middle.u), "values at which the estimated likelihood is not zero"
         )

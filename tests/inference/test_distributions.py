@@ -54,10 +54,14 @@ class Site(CPOMDP):
 
 
 class Observed(Site):
-    """The distribution is that of the observation, whatever the state: so all evidence is exact."""
+    """The distribution is that of the observation, whatever the state: so all evidence is exact.
+
+    A second site makes no difference, as it is not seen; but with two, one may depend on the other.
+    """
 
     def observation(self, state, action, context):
         pyro.sample("site", self.case.at(context))
+        pyro.sample("after", dist.Normal(0.0, 1.0).mask(torch.tensor(False)))
 
 
 class Latent(Site):
@@ -89,10 +93,11 @@ def weighted(value, event_dim):
 def episodes(values: torch.Tensor, site: str) -> Episodes:
     """One step in which this was seen, an episode for each value."""
     B = len(values)
+    seen, others = torch.ones(B, 1, dtype=torch.bool), ("after",) if site == "site" else ()
     return Episodes(
         torch.zeros(B, 1, dtype=torch.long),
-        {site: values[:, None]},
-        {site: torch.ones(B, 1, dtype=torch.bool)},
+        {site: values[:, None], **{name: torch.zeros(B, 1) for name in others}},
+        {site: seen, **dict.fromkeys(others, ~seen)},
     )
 
 

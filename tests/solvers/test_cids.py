@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -553,6 +554,7 @@ def test_a_progress_bar_says_how_it_goes_and_how_long_it_takes(capsys):
 
 def test_lines_say_it_too(monkeypatch):
     monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", math.inf)
     said = []
     cids.fit(LineGrid(), **{**SHORT, "progress": said.append})
     (line,) = said
