@@ -161,10 +161,7 @@ class Exits(TorchFunctionMode):
         self.flow = flow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func.__name__ in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
-            and not self.flow.paused
-        ):
+        if func.__name__ in EXITS and not self.flow.paused:
             self.flow.looked_at |= self.flow.of(args)
         return func(*args, **(kwargs or {}))
 
