@@ -13,7 +13,6 @@ from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.inference.backend import (
-    checked,
     inferring,
     require_real,
     require_real_moments,
@@ -21,6 +20,7 @@ from cpomdp_ppl.inference.backend import (
 )
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.inference.scoring import Seen
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.rollout import blind
@@ -37,7 +37,8 @@ class OnlineFilter:
     """A filter that follows B episodes as they happen.
 
     Fed the steps of a batch, it gives the numbers that `run` gives for the batch (under the same seed, if the
-    batch is handled at once).
+    batch is handled at once). An episode that has lost all particles is filtered again from its start with
+    more of them, of which as many are drawn as there were.
 
     Args:
         backend: Which filter.
@@ -75,12 +76,14 @@ class OnlineFilter:
         require_model(model)
         num_episodes = require_count("num_episodes", num_episodes)
         self.model = model
+        self._backend = backend
         self.num_episodes = num_episodes
         C = model.num_contexts
         p = as_prior(model.prior() if prior is None else prior, C, num_episodes).to(model.device)
         self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
+        self._lived: tuple[Seen, ...] = ()
         self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
         with inferring(model, seed):
             self._recursion = backend.recursion(model)
@@ -105,7 +108,7 @@ class OnlineFilter:
 
         Raises:
             ValueError: If this cannot be a step of the model.
-            DegenerateWeightsError: If no context can have produced it.
+            DegenerateWeightsError: If no context can have produced it, however many particles.
         """
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
@@ -117,8 +120,11 @@ class OnlineFilter:
             belief = map_belief(torch.clone, self.belief)
             act = self._recursion.look if action is None else self._recursion.step
             belief, increment = act(belief, seen)
-            self._total = checked(self.model, self._total, increment, seen)
-            self.belief = belief
+            lived = (*self._lived, seen)
+            self.belief, self._total = updated(
+                self._backend, self._recursion, belief, self._total, increment, lived, self.prior
+            )
+            self._lived = lived
             self._generator = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
