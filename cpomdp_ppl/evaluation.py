@@ -135,6 +135,9 @@ class PerEpisode:
     identified: Tensor
     drawn: bool
 
+    def __repr__(self) -> str:
+        return f"PerEpisode(B={len(self.contexts)}, drawn={self.drawn})"
+
     def mean(self, values: Tensor) -> Mean:
         """Average numbers of the episodes, `[B]`, over contexts as the prior has them.
 

@@ -66,6 +66,18 @@ class Solution:
     settings: dict[str, Any]
     finished: bool
 
+    def __repr__(self) -> str:
+        measured = {
+            name: round(float(self.history[name][-1]), 4)
+            for name in ("return", "entropy")
+            if name in self.history and self.history.sizes["iteration"]
+        }
+        return (
+            f"Solution(model={type(self.model).__name__}, policy={type(self.policy).__name__}, "
+            f"prior={[round(p, 4) for p in self.prior.tolist()]}, "
+            f"iterations={self.history.sizes['iteration']}, finished={self.finished}, last={measured})"
+        )
+
     def evaluate(
         self,
         num_episodes: int = 4000,

@@ -56,6 +56,17 @@ class Filtering:
     resampled: Tensor | None = None
     standard_error: Tensor | None = None
 
+    def __repr__(self) -> str:
+        B, T, C = self.increments.shape
+        evidence = (self.prior.to(self.log_likelihood).log() + self.log_likelihood).logsumexp(-1).mean()
+        shown = [f"B={B}, T={T}, C={C}, mean log p(o)={float(evidence):.4g}"]
+        if self.ess is not None:
+            shown.append(f"smallest ESS={float(self.ess.min()):.3g}")
+        if self.standard_error is not None:
+            shown.append(f"largest standard error={float(self.standard_error.max()):.2g}")
+        known = [name for name in ("state_mean", "state_variance") if getattr(self, name) is not None]
+        return f"Filtering({', '.join(shown)}, known={known}, device='{self.increments.device}')"
+
     @property
     def log_likelihood(self) -> Tensor:
         """`log p(o | a, c)`, float64 `[B, C]`."""
