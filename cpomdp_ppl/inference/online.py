@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
-from cpomdp_ppl.errors import rejected, require, require_count, require_model
+from cpomdp_ppl.errors import ObservationError, rejected, require, require_count, require_model
+from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import (
     inferring,
     require_real,
@@ -96,6 +98,8 @@ class OnlineFilter:
         action: int | str | Sequence[int | str] | Tensor | None,
         observations: Mapping[str, Any] | None = None,
         observed: Mapping[str, Any] | None = None,
+        *,
+        complete: bool = False,
     ) -> None:
         """Take in one step: the action taken, and what was seen after it.
 
@@ -105,15 +109,19 @@ class OnlineFilter:
                 out were not observed.
             observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates; sites left out
                 were not observed). Without it, everything given counts as observed.
+            complete: Whether to refuse a step in which a site was not observed that the program shows.
 
         Raises:
             ValueError: If this cannot be a step of the model.
+            ObservationError: If it is not complete, but should be.
             DegenerateWeightsError: If no context can have produced it, however many particles.
         """
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
             raise rejected("action", action, expected)
         seen = self._seen(action, {} if observations is None else observations, observed)
+        if complete:
+            self._require_complete(seen)
         with inferring(self.model, 0):
             torch.set_rng_state(self._generator)
             # A recursion may write into the belief it is given; what was handed out must stay as it was.
@@ -171,6 +179,33 @@ class OnlineFilter:
             reward = self._recursion.expected_reward(self.belief, self._actions(action))
         require_real("reward: the expected reward", reward, 2, self._place)
         return reward.T
+
+    def _require_complete(self, seen: Seen) -> None:
+        """Raise if the program shows a site that was not observed.
+
+        Masks depend on the action and on sites that are seen, and on no state or context: any will do. The
+        first that is missing is named, as masks of later ones may depend on it.
+        """
+        missing = [site for site, flags in seen.observed.items() if not bool(flags.all())]
+        if not missing:
+            return
+        given = {site: value for site, value in seen.observations.items() if site not in missing}
+        contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
+        with inferring(self.model, 0), poutine.condition(data=given):
+            programs = Generative(self.model)
+            shown = programs.look(programs.initial(contexts), contexts, seen.action).observed
+        for site in missing:
+            lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1)
+            if bool(lacking.any()):
+                b = int(lacking.nonzero()[0])
+                when = "before the first action"
+                if seen.action is not None:
+                    when = f"after '{self.model.action_names[int(seen.action[b])]}'"
+                raise ObservationError(
+                    f"observations: expected site '{site}', which is always seen {when}, got "
+                    f"{list(given) or 'nothing'}; if it was not seen all the same, say "
+                    f"observed={ {**dict.fromkeys(given, True), site: False} }"
+                )
 
     def _place(self, c: int, b: int) -> str:
         return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"
