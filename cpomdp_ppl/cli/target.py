@@ -14,7 +14,7 @@ from cpomdp_ppl.cli.errors import CommandError, Interrupted
 from cpomdp_ppl.cli.model import ModelSpec, hash_of
 from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.plugins import SOLVERS
-from cpomdp_ppl.cli.policies import Budget, Recipe, recipe
+from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, is_own, recipe
 from cpomdp_ppl.cli.recorded import spec_of
 from cpomdp_ppl.files import DiskFullError, is_disk_full
 from cpomdp_ppl.isolation import fresh_seed
@@ -74,6 +74,8 @@ class Target:
             "prior": options.prior,
         }
         actor, model = recipe(options.policy), spec.build()
+        if is_own(options.policy):
+            settings["policy_sha256"] = code_hash(options.policy)
         return Target(spec, model, actor, options.prior, settled_seed(options), None, settings)
 
     @staticmethod
