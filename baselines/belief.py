@@ -11,9 +11,11 @@ from torch import Tensor
 
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import checked, inferring, rows_observed
+from cpomdp_ppl.inference.backend import inferring, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.particle_filter import Cloud
+from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.inference.scoring import Seen
 from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.state import leaves, map_state
@@ -34,11 +36,25 @@ class Memory:
 
     Attributes:
         belief: Particles, leaves `[C, B, …]`.
-        log_posterior: `log P(c | h)`, float64 `[B, C]`.
+        prior: Over contexts, float64 `[B, C]`.
+        log_likelihood: Of everything seen, under every context, float64 `[B, C]`.
+        lived: All steps so far, should it be necessary to go through them again.
     """
 
     belief: Cloud
-    log_posterior: Tensor
+    prior: Tensor
+    log_likelihood: Tensor
+    lived: tuple[Seen, ...] = ()
+
+    @property
+    def log_posterior(self) -> Tensor:
+        """`log P(c | h)`, float64 `[B, C]`.
+
+        Raises:
+            DegenerateWeightsError: If the prior excludes every context that can have produced an episode.
+        """
+        joint = self.prior.log() + self.log_likelihood
+        return log_normalised(joint[:, None], self.lived[-1].time if self.lived else 0).squeeze(1)
 
     @staticmethod
     def first(model: CPOMDP, prior: Tensor, num_particles: int, seed: int | None) -> Memory:
@@ -47,7 +63,8 @@ class Memory:
         p = as_prior(prior, model.num_contexts, B).expand(B, -1)
         with inferring(model, seed):
             belief = ParticleFilter(num_particles).recursion(model).start(B)
-        return Memory(belief, p.to(model.device).log())
+        p = p.double().to(model.device)
+        return Memory(belief, p, torch.zeros_like(p))
 
     def after(self, model: CPOMDP, percept: Percept, time: int, seed: int | None) -> Memory:
         """After a step (or an initial observation); the memory before stays as it was.
@@ -57,12 +74,16 @@ class Memory:
         """
         seen = as_seen(percept.action, percept.observations, percept.observed, time)
         with inferring(model, seed):
-            filtering = ParticleFilter(self.belief.weights.shape[2]).recursion(model)
+            backend = ParticleFilter(self.belief.weights.shape[2])
+            filtering = backend.recursion(model)
             belief = map_belief(torch.clone, self.belief)  # a recursion writes into what it is given
             condition = filtering.look if percept.action is None else filtering.step
             belief, increment = condition(belief, seen)
-            joint = checked(model, self.log_posterior.T, increment, seen)  # [C, B]
-        return Memory(belief, joint.log_softmax(0).T)
+            lived = (*self.lived, seen)
+            belief, total = updated(
+                backend, filtering, belief, self.log_likelihood.T, increment, lived, self.prior
+            )
+        return Memory(belief, self.prior, total.T, lived)
 
     def caught_up(self, model: CPOMDP, history: History, seed: int | None) -> Memory:
         """After the newest percept of a history; as it is, at time 0 of a model that sees nothing there.
@@ -83,8 +104,9 @@ class Memory:
     def parts(self, size: int) -> Iterator[Memory]:
         """The memories of so many episodes at a time."""
         for i in range(0, len(self.log_posterior), size):
-            belief = map_belief(lambda leaf, i=i: leaf[:, i : i + size], self.belief)
-            yield Memory(belief, self.log_posterior[i : i + size])
+            rows = slice(i, i + size)
+            belief = map_belief(lambda leaf, rows=rows: leaf[:, rows], self.belief)
+            yield Memory(belief, self.prior[rows], self.log_likelihood[rows])
 
 
 def thinned(cloud: Cloud, M: int) -> Any:

@@ -116,19 +116,21 @@ class Agent:
         observed: Mapping[str, Any] | None = None,
         action: int | str | None = None,
     ) -> None:
-        """Take in what was seen after the last action; sites left out were not seen.
+        """Take in what was seen after the last action; sites that the program masks then are left out.
 
         Args:
             observations: By site.
-            observed: By site, whether it counts; left out, everything given does.
+            observed: By site, whether it counts; left out, everything given does, and nothing else may be
+                missing. With it, sites left out were not seen: a sensor may fail.
             action: What was really done, if it was not what `act` said, or if nobody asked.
 
         Raises:
             ValueError: If this cannot be a step of the model.
+            ObservationError: If a site is missing that is always seen after this action.
             RuntimeError: If no action was chosen.
         """
         if self._history is None:
-            self.filter.observe(None, observations, observed)
+            self.filter.observe(None, observations, observed, complete=observed is None)
             self._history = History((self.filter.latest,))
             return
         if self.time >= self.model.horizon:
@@ -138,6 +140,6 @@ class Agent:
                 raise RuntimeError("call act() first, or say which action was taken")
             self.act()  # for the policy's memory, which has every step pass through it
         done = self._pending if action is None else action
-        self.filter.observe(done, observations, observed)
+        self.filter.observe(done, observations, observed, complete=observed is None)
         self._history = self._history.extended(self.filter.latest)
         self._pending = None

@@ -15,8 +15,9 @@ from torch.nn.functional import one_hot
 
 from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.context import entropy, one_prior, weighted_strata
-from cpomdp_ppl.errors import DegenerateWeightsError, require, require_count, require_model
-from cpomdp_ppl.inference import ParticleFilter, as_backend, reference_backend
+from cpomdp_ppl.errors import require, require_count, require_model
+from cpomdp_ppl.inference import as_backend, reference_backend
+from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
 from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers, stays_here
 from cpomdp_ppl.policy import as_policy
@@ -28,16 +29,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
-    from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
     from cpomdp_ppl.progress import Bar, Progress
 
-
-MOST_PARTICLES = 2**15
-"""From so many on, a particle filter that has lost an episode is not given more."""
 
 PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
@@ -139,6 +135,9 @@ class PerEpisode:
     entropies: Tensor
     identified: Tensor
     drawn: bool
+
+    def __repr__(self) -> str:
+        return f"PerEpisode(B={len(self.contexts)}, drawn={self.drawn})"
 
     def mean(self, values: Tensor) -> Mean:
         """Average numbers of the episodes, `[B]`, over contexts as the prior has them.
@@ -426,27 +425,13 @@ def _play(task: Task, shown: Bar | None = None) -> Outcome:
     episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=seeds[0])
     if shown is not None:
         shown.set_postfix_str("context posteriors")
-    filtering = _filtering(backend, model, episodes, seeds[2])
+    filtering = filtered(backend, model, episodes, prior=prior, seed=seeds[2], moments=False)
     if shown is not None:
         shown.set_postfix_str("", refresh=False)
     assert episodes.contexts is not None
     assert episodes.returns is not None
     last = filtering.posterior(prior)[:, -1]  # [B, C]
     return episodes.contexts, episodes.returns.double(), last, watched.seconds
-
-
-def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes, seed: int) -> Filtering:
-    """What a backend finds, with more particles if an episode has lost all of its own.
-
-    One surprising episode must not take the others' results with it. To start again only then makes
-    likelihoods a little too high on average; they are read here for posteriors, not for evidence.
-    """
-    try:
-        return backend.run(model, episodes, seed=seed, moments=False)
-    except DegenerateWeightsError:
-        if not isinstance(backend, ParticleFilter) or backend.num_particles >= MOST_PARTICLES:
-            raise
-        return _filtering(replace(backend, num_particles=8 * backend.num_particles), model, episodes, seed)
 
 
 class Watched:

@@ -1,5 +1,11 @@
 """What files of a run folder are called, for those who write them and those who read them."""
 
+SOLUTION = "solution"
+"""What a fit came to: a folder."""
+
+CHECKPOINT = "checkpoint"
+"""Of a fit at work: a folder with the best so far, whatever ended it."""
+
 EVALUATION = "evaluation.json"
 """What a policy earns and finds out."""
 

@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
+from cpomdp_ppl import run_files
 from cpomdp_ppl.context import as_prior, one_prior, stratified
 from cpomdp_ppl.errors import (
     rejected,
@@ -539,7 +540,8 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     Files hold weights and numbers, never code: the model, and a policy of your own, are yours to give.
 
     Args:
-        directory: Where it was saved, or the `checkpoint` of a fit that was stopped, however.
+        directory: Where it was saved, or the `checkpoint` of a fit that was stopped, however; or the run
+            folder of a `cpomdp fit`, which has one of them.
         model: The CPOMDP it was learned for; one with other constants is refused.
         policy: A module like the one that was learned, whose weights are overwritten; left out, an
             `LSTMPolicy`.
@@ -548,10 +550,15 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
         CheckpointError: If the files are not of a solution of this model.
     """
     require_model(model)
-    path = as_directory("directory", directory)
-    if not (path / SETTINGS).is_file() and (path / CHECKPOINT).is_file():
-        return _so_far(path, model, policy)
-    require((path / SETTINGS).is_file(), "directory", str(directory), f"a directory with {SETTINGS}")
+    folder = as_directory("directory", directory)
+    places = (folder, folder / run_files.SOLUTION, folder / run_files.CHECKPOINT)
+    solutions = [place for place in places if (place / SETTINGS).is_file()]
+    checkpoints = [place for place in places if (place / CHECKPOINT).is_file()]
+    if checkpoints and not solutions:
+        return _so_far(checkpoints[0], model, policy)
+    found = f"a directory with {SETTINGS}, or the run folder of a fit"
+    require(bool(solutions), "directory", str(directory), found)
+    path = solutions[0]
     content = _solution_content(path)
     if not (path / content["weights"]).exists():  # another process may just have saved another
         content = _solution_content(path)

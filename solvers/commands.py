@@ -35,10 +35,10 @@ from cpomdp_ppl.cli.options import (
     warn,
 )
 from cpomdp_ppl.cli.policies import Budget, Recipe
-from cpomdp_ppl.cli.target import CHECKPOINT, SOLUTION, Results, Target
+from cpomdp_ppl.cli.target import Results, Target
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.run_files import HISTORY, LIVED
+from cpomdp_ppl.run_files import CHECKPOINT, HISTORY, LIVED, SOLUTION
 from solvers import cids
 from solvers.objectives import OBJECTIVES
 from solvers.processes import batchwide, joined

@@ -54,6 +54,14 @@ class Run:
     played: Tensor
     episodes: tuple[Episodes, ...]
 
+    def __repr__(self) -> str:
+        R, K = self.returns.shape
+        return (
+            f"Run(model={type(self.model).__name__}, R={R}, K={K}, "
+            f"mean return={float(self.returns.nanmean()):.4g}, "
+            f"H(C|H_K)={float(self.entropy[:, -1].mean()):.3g} nats)"
+        )
+
     @property
     def num_episodes(self) -> int:
         """How many episodes K there were."""

@@ -17,6 +17,7 @@ from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapp
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.files import write_whole
 from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.simulate import simulate
 from solvers.checkpoint import CheckpointError, load_json, made_directory, save_json
@@ -65,6 +66,18 @@ class Solution:
     settings: dict[str, Any]
     finished: bool
 
+    def __repr__(self) -> str:
+        measured = {
+            name: round(float(self.history[name][-1]), 4)
+            for name in ("return", "entropy")
+            if name in self.history and self.history.sizes["iteration"]
+        }
+        return (
+            f"Solution(model={type(self.model).__name__}, policy={type(self.policy).__name__}, "
+            f"prior={[round(p, 4) for p in self.prior.tolist()]}, "
+            f"iterations={self.history.sizes['iteration']}, finished={self.finished}, last={measured})"
+        )
+
     def evaluate(
         self,
         num_episodes: int = 4000,
@@ -108,7 +121,8 @@ class Solution:
             self.model, self.policy, len(contexts), contexts=contexts, prior=self.prior, seed=seed
         )
         other = None if seed is None else (seed + 1) % 2**32  # or the filter's noise would be the world's
-        filtering = backend_for(self.model, likelihood).run(self.model, episodes, seed=other, moments=False)
+        backend = backend_for(self.model, likelihood)
+        filtering = filtered(backend, self.model, episodes, prior=self.prior, seed=other, moments=False)
         return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
 
     def to_inference_data(self, num_episodes: int = 200, **settings: Any) -> InferenceData | xr.DataTree:

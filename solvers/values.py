@@ -13,6 +13,7 @@ from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.evaluation import Watched
 from cpomdp_ppl.inference import as_backend, reference_backend
+from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.simulate import simulate
@@ -187,10 +188,10 @@ def sampled(
     returns = returns_of(episodes).reshape(shape)
     if backend is None:
         return returns, None
-    filtering = backend.run(model, episodes, seed=seed_for(seed, FILTER), moments=False)
     # A context that the prior excludes has no weight, but its episodes may be impossible under the prior.
     true = believed.gather(1, contexts[:, None])  # [B, 1]
     before = torch.where(true > 0, believed, 1 / C)
+    filtering = filtered(backend, model, episodes, prior=before, seed=seed_for(seed, FILTER), moments=False)
     after = filtering.log_posterior(before)[:, -1].cpu()  # [B, C]
     gained = _kl(after, before) if backend.name in NOISELESS else _log_ratio(after, before, contexts)
     return returns, gained.reshape(shape)

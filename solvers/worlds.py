@@ -14,6 +14,7 @@ from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.arrays import as_indices, as_tensor
 from cpomdp_ppl.episodes import Episodes, squeezed
 from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.signature import signature
 from solvers.values import FILTER, POLICY, played
@@ -116,7 +117,9 @@ class Simulated:
         """Simulate, then filter."""
         everyone = played(self.model, policy, prior, self.contexts, seed)
         episodes = everyone[rows]
-        filtering = backend.run(self.model, episodes, seed=seed_for(seed, FILTER), moments=False)
+        filtering = filtered(
+            backend, self.model, episodes, prior=prior[rows], seed=seed_for(seed, FILTER), moments=False
+        )
         assert episodes.returns is not None
         return Lived(episodes, filtering.log_likelihood, episodes.returns.double())
 

@@ -31,6 +31,15 @@ class Walk(CPOMDP):
         return state * context
 
 
+class Needle(Walk):
+    """A state that is seen without noise, up to rounding to a third: few particles are ever right."""
+
+    horizon = 2
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Delta((3.0 * state).round()))
+
+
 class Plates(Walk):
     """A program with plates of its own: three sensors, and a robot with two legs."""
 

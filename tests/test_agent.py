@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.errors import ObservationError
 from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.inference.choice import default_backend
 from cpomdp_ppl.models import LightDark
 from solvers.policies import LSTMPolicy
-from tests.programs import EyesOpen
+from tests.programs import EyesOpen, Plates, Walk
 
 
 def play(agent, episodes):
@@ -83,7 +85,7 @@ def test_neighbouring_seeds_have_nothing_in_common():
         actions = []
         for _ in range(20):
             actions.append(agent.act())
-            agent.observe()
+            agent.observe(observed={})
         runs.append(actions)
     same = sum(one == other for one, other in zip(runs[0][1:], runs[1], strict=False))
     assert same < 15  # 6.3 of 19 expected, with a standard deviation of 2.1
@@ -134,7 +136,7 @@ def test_out_of_turn():
     agent.act()
     with pytest.raises(RuntimeError, match="observe"):
         agent.act()
-    agent.observe()
+    agent.observe(observed={})
     with pytest.raises(RuntimeError, match="over"):
         agent.act()
     with pytest.raises(ValueError, match="1 steps"):
@@ -147,5 +149,56 @@ def test_what_cannot_have_been_seen_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="y"):
         agent.observe({"y": 1.0})
     assert agent.time == 0
-    agent.observe()
+    agent.observe(observed={})
+    assert agent.time == 1
+
+
+def test_what_is_always_seen_must_not_be_forgotten():
+    agent = Agent(LightDark(), RandomPolicy(3), seed=0, likelihood="ekf")
+    expected = r"site 'z', which is always seen after 'observe', got nothing;.* observed={'z': False}"
+    for nothing in ({}, None):
+        with pytest.raises(ObservationError, match=expected):
+            agent.observe(nothing, action="observe")
+    assert agent.time == 0
+    agent.observe({}, action="left")
+    agent.observe({"z": 0.3}, action="observe")
+    agent.observe({}, observed={"z": False}, action="observe")  # a sensor that failed
+    assert agent.time == 3
+
+
+def test_an_initial_observation_must_not_be_forgotten():
+    agent = Agent(EyesOpen(), RandomPolicy(2), seed=0)
+    with pytest.raises(ObservationError, match="which is always seen before the first action, got nothing"):
+        agent.observe({})
+
+
+class Detector(Walk):
+    """Whether anything is detected is seen by whoever looks, and where it is if it was."""
+
+    def observation(self, state, action, context):
+        looked = action == 1
+        detected = pyro.sample("detected", dist.Bernoulli(logits=2.0 - 0.5 * state.abs()).mask(looked))
+        pyro.sample("z", dist.Normal(state, 0.5).mask(looked & (detected == 1)))
+
+
+def test_what_must_be_seen_may_depend_on_what_was_seen():
+    agent = Agent(Detector(), RandomPolicy(2), seed=0)
+    with pytest.raises(ObservationError, match="'detected', which is always seen after '1', got nothing"):
+        agent.observe({}, action=1)
+    with pytest.raises(
+        ObservationError, match=r"'z', .* got \['detected'\];.*{'detected': True, 'z': False}"
+    ):
+        agent.observe({"detected": 1.0}, action=1)
+    agent.observe({"detected": 1.0, "z": 0.2}, action=1)
+    agent.observe({"detected": 0.0}, action=1)
+    agent.observe({}, action=0)
+    assert agent.time == 3
+
+
+def test_sites_in_plates_must_not_be_forgotten():
+    agent = Agent(Plates(), RandomPolicy(2), seed=0)
+    with pytest.raises(ObservationError, match=r"'z', which is always seen after '0', got .'battery'"):
+        agent.observe({"battery": 1.0}, action=0)
+    working = [True, False, True]
+    agent.observe({"z": [0.0] * 3, "battery": 1.0}, observed={"z": working, "battery": True}, action=0)
     assert agent.time == 1

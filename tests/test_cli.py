@@ -242,6 +242,17 @@ def test_algorithm_1(elsewhere, capsys, monkeypatch):
         (["evaluate", "."], "is not a run folder: it has no run.json"),
         (["evaluate", LINE_GRID], "is a model, so say who acts in it: --policy random"),
         (["evaluate", LINE_GRID, "--policy", "magic"], "there is no policy 'magic'; there are random,"),
+        (
+            ["evaluate", LINE_GRID, "--policy", ":rule"],
+            "policy: expected a name, module:name or path/to/file.py:name, got :rule",
+        ),
+        (["evaluate", LINE_GRID, "--policy", "nowhere.py:rule"], "there is no file nowhere.py"),
+        (["compare", LINE_GRID, "--policies", "sides.py:rule"], "sides.py has no policy 'rule'; it has no"),
+        (
+            ["compare", LINE_GRID, "--policies", "coin.py:Coin"],
+            "coin.py:Coin is the class Coin, but expected a function of a History, an object with `start`",
+        ),
+        (["compare", LINE_GRID, "--policies", "sides.py:FAIR"], "sides.py:FAIR is a float, but expected"),
         (["simulate", LINE_GRID, "--policy", "random", "--contexts", "north"], "contexts: expected"),
         (
             ["run", LINE_GRID, "--policy", "random", "--context", "north"],
@@ -567,6 +578,64 @@ def test_a_comparison_measures_nobody_twice(elsewhere, capsys, monkeypatch):
     assert rows["random"]["training_seconds"] == ""
 
 
+RULES = """
+import torch
+from cpomdp_ppl import FunctionPolicy
+from cpomdp_ppl.cli import Recipe
+
+def rule(history):
+    return torch.full((history.num_episodes,), 1)
+
+loaded = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
+made = Recipe(lambda model, budget: FunctionPolicy(lambda history: torch.zeros(history.num_episodes).long()))
+"""
+
+
+def test_policies_of_ones_own(elsewhere, capsys):
+    """A function, a policy and a recipe, in a file or in a module."""
+    Path("rules.py").write_text(RULES)
+    names = ["random", "rules.py:rule", "rules:loaded", "./rules.py:made"]
+    words = ["compare", "coin.py:Coin", "bias=0.8", "--policies", ",".join(names), "--run", "table"]
+    assert main([*words, "--num-episodes", "40"]) == 0
+    found = {name: each["evaluation"]["returns_by_context"] for name, each in measured("table").items()}
+    assert list(found) == names
+    assert [found["rules.py:rule"][c]["mean"] for c in ("fair", "loaded")] == [4.0, -4.0]
+    assert [found["rules:loaded"][c]["mean"] for c in ("fair", "loaded")] == [-4.0, 4.0]
+    assert [found["./rules.py:made"][c]["mean"] for c in ("fair", "loaded")] == [0.0, 0.0]
+
+    Path("rules.py").write_text(RULES.replace("num_episodes,), 1", "num_episodes,), 2"))
+    capsys.readouterr()
+    assert main([*words, "--num-episodes", "40"]) == 0
+    err = capsys.readouterr().err
+    assert "random: measured before" in err
+    assert "rules.py:rule: its code has changed, and is measured again" in err
+    assert measured("table")["rules.py:rule"]["evaluation"]["returns_by_context"]["fair"]["mean"] == -4.0
+    Path("tools.py").write_text("def one(): pass\n\ndef other(): pass\n")
+    said = refused(capsys, *words[:4], "tools.py:rule")
+    assert "tools.py has no policy 'rule'; its functions are one, other" in said
+
+
+def measured(run):
+    return read(f"{run}/comparison.json")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_record_alone_runs_no_policy_but_one_beside_the_model(elsewhere, capsys):
+    rule = "\ndef rule(history):\n    return torch.full((history.num_episodes,), 1)\n"
+    with open("coin.py", "a") as file:
+        file.write(rule)
+    Path("rules.py").write_text(RULES)
+    for number, policy in enumerate(("coin.py:rule", "rules.py:rule")):
+        words = ["evaluate", "coin.py:Coin", "bias=0.8", "--policy", policy, "--num-episodes", "4"]
+        assert main([*words, "--run", f"run{number}", "--quiet"]) == 0
+    assert main(["report", "run0", "--num-episodes", "1", "--quiet"]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "report", "run1", "--num-episodes", "1", "--quiet")
+    assert "run1 is of the policy rules.py:rule, and no code is run because a record says so" in said
+    assert "say --policy rules.py:rule" in said
+    assert main(["report", "run1", "--policy", "rules.py:rule", "--num-episodes", "1", "--quiet"]) == 0
+
+
 def test_one_episode_has_no_standard_error(elsewhere, capsys):
     assert main(["compare", LINE_GRID, "--policies", "random", "--num-episodes", "1", "--quiet"]) == 0
     out = capsys.readouterr().out
@@ -701,6 +770,9 @@ from cpomdp_ppl.models import LineGrid
 class Maze(LineGrid):
     def __init__(self, walls=(), horizon=3):
         super().__init__(horizon=min(horizon, 3))
+
+def rule(history):
+    return history.actions.new_zeros(history.num_episodes)
 """
 
 LITTLE = {

@@ -16,7 +16,7 @@ from cpomdp_ppl.evaluation import Evaluation, Mean, compare, evaluate
 from cpomdp_ppl.inference import ParticleFilter, reference_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
-from tests.programs import Skewed, Walk
+from tests.programs import Needle, Skewed, Walk
 from tests.solvers.truth import known_context_value, solve, tables
 
 
@@ -372,15 +372,6 @@ def test_nonsense_is_refused():
         evaluate(LineGrid(), RandomPolicy(3), 0)
     with pytest.raises(ValueError, match="prior"):
         evaluate(LineGrid(), RandomPolicy(3), 10, prior=[0.5, 0.6])
-
-
-class Needle(Walk):
-    """A state that is seen without noise, up to rounding to a third: few particles are ever right."""
-
-    horizon = 2
-
-    def observation(self, state, action, context):
-        pyro.sample("z", dist.Delta((3.0 * state).round()))
 
 
 def test_an_episode_that_loses_its_particles_does_not_take_the_others_along():

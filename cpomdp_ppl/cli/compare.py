@@ -23,7 +23,7 @@ from cpomdp_ppl.cli.options import (
     seed_option,
 )
 from cpomdp_ppl.cli.plugins import POLICIES
-from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.cli.policies import Budget, code_hash, recipe
 from cpomdp_ppl.cli.target import Results, load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
 from cpomdp_ppl.run_files import COMPARISON
@@ -51,6 +51,7 @@ def compare(options: Namespace) -> int:
     opened = {name: RunFolder.open(place, unfinished=options.unfinished) for name, place in folders.items()}
     solutions = {name: load_solution(folder, model) for name, folder in opened.items()}
     hashes = {name: solution_hash(folder) for name, folder in opened.items()}
+    hashes |= {name: code for name in recipes if (code := code_hash(name)) is not None}
     prior = common_prior(solutions) if options.prior is None else options.prior
     settings = {
         "policies": list(recipes),
@@ -72,7 +73,8 @@ def compare(options: Namespace) -> int:
                 note(options, f"{name}: measured before")
                 continue
             if name in measured:
-                note(options, f"{name}: the solution has changed, and is measured again")
+                what = "its code" if name in recipes else "the solution"
+                note(options, f"{name}: {what} has changed, and is measured again")
             seconds, num_episodes = None, options.num_episodes
             progress = progress_of(options, f"{name}: ")
             if name in recipes:
@@ -162,7 +164,10 @@ def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]
 def _options(parser: ArgumentParser) -> None:
     model_arguments(parser)
     parser.add_argument(
-        "--policies", type=names, metavar="NAME,…", help=f"out of {', '.join(POLICIES.places())}"
+        "--policies",
+        type=names,
+        metavar="NAME,…",
+        help=f"out of {', '.join(POLICIES.places())}; or your own, path/to/file.py:name or module:name",
     )
     parser.add_argument(
         "--solution", action="append", metavar="RUN", help="the run folder of a fit; may be given repeatedly"
@@ -189,7 +194,7 @@ COMPARE = Command(
     (
         "cpomdp compare cpomdp_ppl.models:LightDark --policies random,likeliest,qmdp",
         "cpomdp compare cpomdp_ppl.models:LightDark --policies pft,rdpg --solution runs/LightDark-fit-1",
-        "cpomdp compare my_model.py:Maze horizon=30 --policies pouct --simulations 500",
+        "cpomdp compare my_model.py:Maze horizon=30 --policies my_model.py:rule,pouct --simulations 500",
     ),
     _options,
     compare,

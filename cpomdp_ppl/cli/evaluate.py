@@ -67,6 +67,7 @@ EVALUATE = Command(
         "cpomdp evaluate runs/LightDark-fit-1",
         "cpomdp evaluate runs/LightDark-fit-1 --num-episodes 20000 --prior 0.9,0.1",
         "cpomdp evaluate cpomdp_ppl.models:LineGrid --policy qmdp --likelihood exact",
+        "cpomdp evaluate my_model.py:Maze horizon=30 --policy my_model.py:rule",
     ),
     _options,
     evaluate,

@@ -93,7 +93,7 @@ class ModelSpec:
 
     def _class(self) -> type[CPOMDP]:
         place, name = self.place, self.spec.rpartition(":")[2]
-        module = load_file(Path(place)) if is_path(place) else load_module(place)
+        module = load(place)
         found = getattr(module, name, None)
         there = [
             each for each, value in vars(module).items() if _is_model(value) and not each.startswith("_")
@@ -170,6 +170,11 @@ def as_value(text: str) -> Any:
 def is_path(place: str) -> bool:
     """Whether this names a file, rather than a module."""
     return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def load(place: str) -> ModuleType:
+    """Run a file, or import a module."""
+    return load_file(Path(place)) if is_path(place) else load_module(place)
 
 
 def load_file(path: Path) -> ModuleType:

@@ -32,7 +32,9 @@ def model_arguments(parser: ArgumentParser, what: str = "model", *, several: str
 def policy_option(parser: ArgumentParser) -> None:
     """Whose episodes, if not those of a solution, and what learners and planners may spend."""
     parser.add_argument(
-        "--policy", metavar="NAME", help="who acts, if MODEL is given: random, qmdp, pft, … (see compare)"
+        "--policy",
+        metavar="NAME",
+        help="who acts, if MODEL is given: random, qmdp, pft, … (see compare), or path/to/file.py:name",
     )
     budget_options(parser)
     parser.add_argument(

@@ -1,13 +1,19 @@
-"""Policies by name: how each is made for a model, without anything that only its author knows."""
+"""Policies by name: how each is made for a model, without anything that only its author knows.
+
+A policy of the user's own is named as a model is: `module:name` or `path/to/file.py:name`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.model import hash_of, is_path, load
 from cpomdp_ppl.cli.plugins import POLICIES, is_absence
-from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.policy import RandomPolicy, as_policy
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -72,15 +78,58 @@ class Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    """A recipe by its name.
+    """A recipe by its name; or for a policy of the user's own, by where it is.
 
     Raises:
         CommandError: If there is none.
     """
+    if is_own(name):
+        return _own(name)
     found = POLICIES.find(name)
     if not isinstance(found, Recipe):
         raise CommandError(f"the policy '{name}' is a {type(found).__name__}, but expected a Recipe")
     return found
+
+
+def is_own(name: str) -> bool:
+    """Whether a name says where a policy of the user's own is."""
+    return ":" in name
+
+
+def code_hash(name: str) -> str | None:
+    """What tells the code of a policy of the user's own from what it was before; None for the others."""
+    if not is_own(name):
+        return None
+    place = name.rpartition(":")[0]
+    return hash_of(Path(place if is_path(place) else inspect.getfile(load(place))))
+
+
+def _own(spec: str) -> Recipe:
+    """From `module:name` or `file.py:name`: a function of a history, a policy, or a recipe."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise CommandError(f"policy: expected a name, module:name or path/to/file.py:name, got {spec}")
+    module = load(place)
+    found = getattr(module, name, None)
+    if found is None:
+        there = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not each.startswith("_")
+        ]
+        known = f"its functions are {', '.join(there)}" if there else "it has no function at all"
+        raise CommandError(f"{place} has no policy '{name}'; {known}")
+    if isinstance(found, Recipe):
+        return found
+    try:
+        policy = as_policy(found)
+    except ValueError as error:
+        what = f"the class {name}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise CommandError(
+            f"{spec} is {what}, but expected a function of a History, an object with `start` and `act`, or "
+            "a Recipe"
+        ) from error
+    return Recipe(lambda model, budget: policy)
 
 
 RANDOM = Recipe(lambda model, budget: RandomPolicy(model.num_actions))

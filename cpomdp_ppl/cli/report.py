@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import OK
+from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
     count,
     episodes_option,
@@ -19,11 +21,11 @@ from cpomdp_ppl.cli.options import (
     seed_option,
     shows_progress,
 )
-from cpomdp_ppl.cli.policies import Budget, recipe
+from cpomdp_ppl.cli.policies import Budget, is_own, recipe
 from cpomdp_ppl.cli.recorded import spec_of
 from cpomdp_ppl.cli.target import load_solution, solution_place
 from cpomdp_ppl.inference import BACKENDS, as_backend
-from cpomdp_ppl.run_folder import RunFolder
+from cpomdp_ppl.run_folder import RunFolder, RunFolderError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -36,11 +38,12 @@ def report(options: Namespace) -> int:
     from cpomdp_ppl.report import write_report
 
     folder = RunFolder.open(options.target, unfinished=options.unfinished)
-    model = spec_of(folder, options).build()
+    spec = spec_of(folder, options)
+    model = spec.build()
     folder.require_writable()
     policy, prior = None, None
     in_force: Mapping[str, Any] = {}
-    name = options.policy or folder.record["settings"].get("policy")
+    name = options.policy or recorded_policy(folder, spec)
     if name is not None:
         policy = recipe(name).made(name, model, budget_of(folder, options))
         prior = folder.record["settings"].get("prior")
@@ -62,6 +65,24 @@ def report(options: Namespace) -> int:
     )
     print(path)
     return OK
+
+
+def recorded_policy(folder: RunFolder, spec: ModelSpec) -> str | None:
+    """Whom the record of a run names; one of the user's own is run only if it is where the model is.
+
+    Raises:
+        RunFolderError: If it is elsewhere: nobody has said that this may be run.
+    """
+    name: str | None = folder.record["settings"].get("policy")
+    if name is None or not is_own(name):
+        return name
+    place, _, own = name.rpartition(":")
+    if place != ModelSpec.of([folder.record["model"]]).place:
+        raise RunFolderError(
+            f"{folder.path} is of the policy {name}, and no code is run because a record says so: if you "
+            f"trust it, say --policy {shlex.quote(name)}"
+        )
+    return f"{spec.place}:{own}"
 
 
 def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | None:

@@ -14,10 +14,11 @@ from cpomdp_ppl.cli.errors import CommandError, Interrupted
 from cpomdp_ppl.cli.model import ModelSpec, hash_of
 from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.plugins import SOLVERS
-from cpomdp_ppl.cli.policies import Budget, Recipe, recipe
+from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, is_own, recipe
 from cpomdp_ppl.cli.recorded import spec_of
 from cpomdp_ppl.files import DiskFullError, is_disk_full
 from cpomdp_ppl.isolation import fresh_seed
+from cpomdp_ppl.run_files import CHECKPOINT, SOLUTION
 from cpomdp_ppl.run_folder import RECORD, RunFolder, RunFolderError, next_folder
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
-
-SOLUTION = "solution"
-CHECKPOINT = "checkpoint"
-"""Of a fit at work: the best so far, whatever ended it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,8 @@ class Target:
             "prior": options.prior,
         }
         actor, model = recipe(options.policy), spec.build()
+        if is_own(options.policy):
+            settings["policy_sha256"] = code_hash(options.policy)
         return Target(spec, model, actor, options.prior, settled_seed(options), None, settings)
 
     @staticmethod

@@ -15,10 +15,11 @@ from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
 from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import checked, inferring, initial_step, require_same_sites, steps
+from cpomdp_ppl.inference.backend import inferring, initial_step, require_same_sites, steps
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.isolation import isolated, require_seed, seed_for
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.signature import signature
@@ -329,7 +330,8 @@ def calibrate(
     Raises:
         ValueError: On arguments that make no sense.
         UnsupportedModelError: If the backend cannot serve the model.
-        DegenerateWeightsError: If no context can have produced an episode under `believed`.
+        DegenerateWeightsError: If no context can have produced an episode under `believed`, however many
+            particles.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy
@@ -360,6 +362,7 @@ def calibrate(
         starts = tqdm(range(0, B, size), disable=not progress, desc="episodes")
         parts = [
             _Chunk(
+                backend,
                 recursion,
                 programs,
                 episodes if size >= B else episodes[i : i + size],
@@ -547,7 +550,8 @@ class _Chunk:
     """Some of the episodes, and the filter at work on them.
 
     Args:
-        recursion: The filter.
+        backend: The filter.
+        recursion: It, at work.
         programs: Of the model that it goes by, to draw what is seen next.
         episodes: What was done and seen, and what was true.
         times: When to look at what, `[B, K]`.
@@ -558,6 +562,7 @@ class _Chunk:
 
     def __init__(
         self,
+        backend: Backend,
         recursion: Recursion,
         programs: Generative,
         episodes: Episodes,
@@ -566,6 +571,7 @@ class _Chunk:
         prior: Tensor,
         offset: int,
     ) -> None:
+        self.backend = backend
         self.recursion = recursion
         self.programs = programs
         self.episodes = episodes
@@ -587,15 +593,19 @@ class _Chunk:
         recursion, model, B = self.recursion, self.programs.model, len(self.episodes)
         belief = recursion.start(B)
         total = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
+        prior = self.prior.double().expand(B, -1)
+        lived: list[Seen] = []
         if model.initial_observation:
             seen = initial_step(self.episodes, self.offset)
+            lived.append(seen)
             self.compare("observations", self.predicted, belief, total, seen)
             belief, increment = recursion.look(belief, seen)
-            total = checked(model, total, increment, seen)
+            belief, total = updated(self.backend, recursion, belief, total, increment, lived, prior)
         for seen in steps(self.episodes, self.offset):
+            lived.append(seen)
             self.compare("observations", self.predicted, belief, total, seen)
             belief, increment = recursion.step(belief, seen)
-            total = checked(model, total, increment, seen)
+            belief, total = updated(self.backend, recursion, belief, total, increment, lived, prior)
             self.compare("states", self.filtered, belief, total, seen)
         return self.posterior(total, self.episodes.horizon), self.ranks
 

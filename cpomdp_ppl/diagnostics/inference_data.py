@@ -22,6 +22,7 @@ from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inferring, require_same_sites
 from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.persistence import filtered, smoothed
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -125,7 +126,7 @@ def to_inference_data(
         ValueError: On arguments that make no sense.
         UnsupportedModelError: If the backend cannot serve the model.
         ObservationError: If the episodes are not of this model.
-        DegenerateWeightsError: If no context can have produced an episode.
+        DegenerateWeightsError: If no context can have produced an episode, however many particles.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy, simulate
@@ -333,8 +334,10 @@ class _Export:
         for chain in range(self.chains):
             seed = seed_for(self.seed, FILTER, chain, piece.start)
             if filtering is None or filtering.standard_error is not None:  # without error, it is no estimate
-                filtering = self.backend.run(self.model, piece.episodes, seed=seed, moments=False)
-            smoothing = self.backend.smooth(self.model, piece.episodes, self.draws, seed=seed)
+                filtering = filtered(
+                    self.backend, self.model, piece.episodes, prior=piece.prior, seed=seed, moments=False
+                )
+            smoothing = smoothed(self.backend, self.model, piece.episodes, self.draws, seed=seed)
             self.smoothing = smoothing.method
             log_posterior = filtering.log_posterior(piece.prior)  # [B, T+1, C]
             with inferring(self.model, seed_for(self.seed, AFTER, chain, piece.start)):

@@ -170,16 +170,30 @@ class Backend(ABC):
             DegenerateWeightsError: If no context can have produced an episode.
             DensityError: If a program left the reals.
         """
+        return self._run(model, episodes, seed, moments, losing=False)
+
+    def attempt(
+        self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
+    ) -> Filtering:
+        """As `Backend.run`, but an episode that no context can have produced is an error no more.
+
+        Its log-likelihoods are `-inf` under every context; see `Filtering.lost`.
+        """
+        return self._run(model, episodes, seed, moments, losing=True)
+
+    def _run(
+        self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, losing: bool
+    ) -> Filtering:
         require_model(model)
         with inferring(model, seed):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
             size = self.episodes_at_once(model, recursion)
             if size >= len(episodes):  # to slice them would be to check them again
-                return fold(recursion, episodes, moments, offset=0)
+                return fold(recursion, episodes, moments, offset=0, losing=losing)
             return Filtering.concatenate(
                 [
-                    fold(recursion, episodes[i : i + size], moments, offset=i)
+                    fold(recursion, episodes[i : i + size], moments, offset=i, losing=losing)
                     for i in range(0, len(episodes), size)
                 ]
             )
@@ -216,6 +230,10 @@ class Backend(ABC):
                     for i in range(0, len(episodes), size)
                 ]
             )
+
+    def larger(self) -> Backend | None:
+        """What may follow an episode that this one has lost; None if nothing of its kind can."""
+        return None
 
     def online(
         self,
@@ -311,8 +329,10 @@ def _written(kept: Tensor, t: int, leaf: Tensor) -> Tensor:
     return kept
 
 
-def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -> Filtering:
-    """Run a recursion over a batch of episodes."""
+def fold(
+    recursion: Recursion, episodes: Episodes, moments: bool, offset: int, losing: bool = False
+) -> Filtering:
+    """Run a recursion over a batch of episodes; some may be lost, if `losing`."""
     model, B, T = recursion.model, len(episodes), episodes.horizon
     increments, rewards, ess, resampled = (Series(T) for _ in range(4))
     means, variances = Series(T + 1), Series(T + 1)
@@ -337,7 +357,7 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
         if moments:
             means[t + 1], variances[t + 1] = recursion.moments(belief)
         ess[t], resampled[t] = recursion.ess(belief), recursion.resampled(belief, seen)
-    require_possible(model, looks)
+    require_possible(model, looks, losing)
     error = recursion.standard_error(belief)
     result = Filtering(
         increments=increments.by_episode(),
@@ -354,10 +374,17 @@ def fold(recursion: Recursion, episodes: Episodes, moments: bool, offset: int) -
     return result
 
 
-def require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]]) -> None:
-    """Look at all increments at once, and only if something is wrong at one after the other."""
+def require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]], losing: bool = False) -> None:
+    """Look at all increments at once, and only if something is wrong at one after the other.
+
+    Args:
+        model: Of what.
+        looks: What was seen, with its increments `[C, B]`.
+        losing: Whether an episode may be impossible under every context.
+    """
     total: Tensor = torch.stack([increment for _, increment in looks]).sum(0)  # [C, B]
-    if not bool(torch.isfinite(total.amax(0)).all()):
+    highest = total.amax(0)
+    if not bool((torch.isfinite(highest) | (losing & (highest == -torch.inf))).all()):
         total = torch.zeros_like(total)
         for seen, increment in looks:
             total = checked(model, total, increment, seen)

@@ -56,10 +56,27 @@ class Filtering:
     resampled: Tensor | None = None
     standard_error: Tensor | None = None
 
+    def __repr__(self) -> str:
+        B, T, C = self.increments.shape
+        evidence = (self.prior.to(self.log_likelihood).log() + self.log_likelihood).logsumexp(-1).mean()
+        shown = [f"B={B}, T={T}, C={C}, mean log p(o)={float(evidence):.4g}"]
+        if self.ess is not None:
+            shown.append(f"smallest ESS={float(self.ess.min()):.3g}")
+        if self.standard_error is not None:
+            shown.append(f"largest standard error={float(self.standard_error.max()):.2g}")
+        known = [name for name in ("state_mean", "state_variance") if getattr(self, name) is not None]
+        return f"Filtering({', '.join(shown)}, known={known}, device='{self.increments.device}')"
+
     @property
     def log_likelihood(self) -> Tensor:
         """`log p(o | a, c)`, float64 `[B, C]`."""
         return self.initial_increment + self.increments.sum(1)
+
+    def lost(self, prior: Tensor | Sequence[float] | None = None) -> Tensor:
+        """Which episodes no context can have produced that the prior holds possible, bool `[B]`."""
+        B, _, C = self.increments.shape
+        p = as_prior(self.prior if prior is None else prior, C, B).to(self.increments.device)
+        return (p.log() + self.log_likelihood).amax(-1) == -torch.inf
 
     def log_posterior(self, prior: Tensor | Sequence[float] | None = None) -> Tensor:
         """`log P(c | o_{1:t})` for t = 0 … T, float64 `[B, T + 1, C]`.
@@ -79,6 +96,20 @@ class Filtering:
     def posterior(self, prior: Tensor | Sequence[float] | None = None) -> Tensor:
         """`P(c | o_{1:t})` for t = 0 … T, float64 `[B, T + 1, C]`."""
         return self.log_posterior(prior).exp()
+
+    def with_rows(self, rows: Tensor, other: Filtering) -> Filtering:
+        """The same, with the episodes `rows` as another pass over those alone has them."""
+
+        def joined(name: str) -> Any:
+            if name == "prior":
+                return self.prior
+            return map_state(
+                lambda mine, theirs: mine.index_copy(0, rows, theirs.to(mine.dtype)),
+                getattr(self, name),
+                getattr(other, name),
+            )
+
+        return Filtering(**{field.name: joined(field.name) for field in fields(Filtering)})
 
     @staticmethod
     def concatenate(parts: Sequence[Filtering]) -> Filtering:

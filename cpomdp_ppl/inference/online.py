@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
-from cpomdp_ppl.errors import rejected, require, require_count, require_model
+from cpomdp_ppl.errors import ObservationError, rejected, require, require_count, require_model
+from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import (
-    checked,
     inferring,
     require_real,
     require_real_moments,
@@ -21,6 +22,7 @@ from cpomdp_ppl.inference.backend import (
 )
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.inference.scoring import Seen
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.rollout import blind
@@ -37,7 +39,8 @@ class OnlineFilter:
     """A filter that follows B episodes as they happen.
 
     Fed the steps of a batch, it gives the numbers that `run` gives for the batch (under the same seed, if the
-    batch is handled at once).
+    batch is handled at once). An episode that has lost all particles is filtered again from its start with
+    more of them, of which as many are drawn as there were.
 
     Args:
         backend: Which filter.
@@ -75,12 +78,14 @@ class OnlineFilter:
         require_model(model)
         num_episodes = require_count("num_episodes", num_episodes)
         self.model = model
+        self._backend = backend
         self.num_episodes = num_episodes
         C = model.num_contexts
         p = as_prior(model.prior() if prior is None else prior, C, num_episodes).to(model.device)
         self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
+        self._lived: tuple[Seen, ...] = ()
         self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
         with inferring(model, seed):
             self._recursion = backend.recursion(model)
@@ -93,6 +98,8 @@ class OnlineFilter:
         action: int | str | Sequence[int | str] | Tensor | None,
         observations: Mapping[str, Any] | None = None,
         observed: Mapping[str, Any] | None = None,
+        *,
+        complete: bool = False,
     ) -> None:
         """Take in one step: the action taken, and what was seen after it.
 
@@ -102,23 +109,30 @@ class OnlineFilter:
                 out were not observed.
             observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates; sites left out
                 were not observed). Without it, everything given counts as observed.
+            complete: Whether to refuse a step in which a site was not observed that the program shows.
 
         Raises:
             ValueError: If this cannot be a step of the model.
-            DegenerateWeightsError: If no context can have produced it.
+            ObservationError: If it is not complete, but should be.
+            DegenerateWeightsError: If no context can have produced it, however many particles.
         """
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
             raise rejected("action", action, expected)
         seen = self._seen(action, {} if observations is None else observations, observed)
+        if complete:
+            self._require_complete(seen)
         with inferring(self.model, 0):
             torch.set_rng_state(self._generator)
             # A recursion may write into the belief it is given; what was handed out must stay as it was.
             belief = map_belief(torch.clone, self.belief)
             act = self._recursion.look if action is None else self._recursion.step
             belief, increment = act(belief, seen)
-            self._total = checked(self.model, self._total, increment, seen)
-            self.belief = belief
+            lived = (*self._lived, seen)
+            self.belief, self._total = updated(
+                self._backend, self._recursion, belief, self._total, increment, lived, self.prior
+            )
+            self._lived = lived
             self._generator = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
@@ -165,6 +179,33 @@ class OnlineFilter:
             reward = self._recursion.expected_reward(self.belief, self._actions(action))
         require_real("reward: the expected reward", reward, 2, self._place)
         return reward.T
+
+    def _require_complete(self, seen: Seen) -> None:
+        """Raise if the program shows a site that was not observed.
+
+        Masks depend on the action and on sites that are seen, and on no state or context: any will do. The
+        first that is missing is named, as masks of later ones may depend on it.
+        """
+        missing = [site for site, flags in seen.observed.items() if not bool(flags.all())]
+        if not missing:
+            return
+        given = {site: value for site, value in seen.observations.items() if site not in missing}
+        contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
+        with inferring(self.model, 0), poutine.condition(data=given):
+            programs = Generative(self.model)
+            shown = programs.look(programs.initial(contexts), contexts, seen.action).observed
+        for site in missing:
+            lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1)
+            if bool(lacking.any()):
+                b = int(lacking.nonzero()[0])
+                when = "before the first action"
+                if seen.action is not None:
+                    when = f"after '{self.model.action_names[int(seen.action[b])]}'"
+                raise ObservationError(
+                    f"observations: expected site '{site}', which is always seen {when}, got "
+                    f"{list(given) or 'nothing'}; if it was not seen all the same, say "
+                    f"observed={ {**dict.fromkeys(given, True), site: False} }"
+                )
 
     def _place(self, c: int, b: int) -> str:
         return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"

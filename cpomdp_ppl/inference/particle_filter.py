@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import rejected, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.drawing import draw
 from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 CELLS_AT_ONCE = 2**18
 """Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
+
+MOST_PARTICLES = 2**15
+"""From so many on, a filter that has lost an episode is not given more."""
 
 SUMMED = 16
 """A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
@@ -84,6 +88,12 @@ class ParticleFilter(Backend):
     def recursion(self, model: CPOMDP) -> SMC:
         """The filter at work on a model; any model will do."""
         return SMC(model, self)
+
+    def larger(self) -> ParticleFilter | None:
+        """The same with eight times as many particles, up to where that takes too long."""
+        if self.num_particles >= MOST_PARTICLES:
+            return None
+        return replace(self, num_particles=8 * self.num_particles)
 
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as keep the particles in cache, if that is any; a chunk that was asked for otherwise."""
@@ -175,17 +185,26 @@ class SMC(Recursion):
 
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
+        shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
+        return self.cloud(self.proposal.initial(shape)[0], num_episodes)
+
+    def cloud(self, state: Any, num_episodes: int) -> Cloud:
+        """States, leaves `[C, B, N, …]`, as particles of the same weight, each the founder of a family."""
         C, B, N = self.model.num_contexts, num_episodes, self.N
         shape, device = torch.Size((C, B, N)), self.context.device
-        state = self.own_copy(self.proposal.initial(shape)[0], shape)
         return Cloud(
-            state,
+            self.own_copy(state, shape),
             torch.full(shape, 1.0 / N, device=device, dtype=self.dtype),
             torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
             torch.full((C, B), float(N), device=device, dtype=self.dtype),
             torch.zeros((C, B), dtype=torch.bool, device=device),
             torch.zeros((C, B), dtype=self.dtype, device=device),
         )
+
+    def with_rows(self, cloud: Cloud, rows: Tensor, states: State) -> Cloud:
+        """The same, with other particles of equal weight, leaves `[C, R, N, …]`, in the episodes `rows`."""
+        others = self.cloud(states, len(rows))
+        return map_belief(lambda mine, theirs: mine.index_copy(1, rows, theirs), cloud, others)
 
     def own_copy(self, state: Any, S: torch.Size) -> Any:
         """A state that a program returned, with memory of its own for every particle to resample in."""

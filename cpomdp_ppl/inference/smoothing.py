@@ -37,6 +37,11 @@ class Smoothing:
     trajectories: State
     probabilities: Tensor | None = None
 
+    def __repr__(self) -> str:
+        parts = dict(leaves(self.trajectories))
+        M, B, T, C = next(iter(parts.values())).shape[:4]
+        return f"Smoothing(method='{self.method}', B={B}, T={T - 1}, C={C}, M={M}, states={list(parts)})"
+
     @staticmethod
     def concatenate(parts: Sequence[Smoothing]) -> Smoothing:
         """All episodes of several batches, smoothed by the same method."""

@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference.backend import checked, inferring, initial_step, steps
+from cpomdp_ppl.inference.backend import inferring, initial_step, steps
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief
+from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.report.lookahead import expected_information
@@ -224,10 +225,11 @@ def record(
         # What is drawn for show has a stream of its own: the filter does what it would do without.
         show = RandomStream(seeds[2])
         total = torch.zeros(C, B, dtype=torch.float64, device=model.device)
+        lived = []
         if model.initial_observation:
-            first = initial_step(episodes, 0)
-            belief, increment = recursion.look(belief, first)
-            total = checked(model, total, increment, first)
+            lived.append(initial_step(episodes, 0))
+            belief, increment = recursion.look(belief, lived[0])
+            belief, total = updated(backend, recursion, belief, total, increment, lived, p.expand(B, C))
 
         def note(time: int) -> Tensor:
             after = log_normalised((p.log() + total.T)[:, None], time).squeeze(1)  # [B, C]
@@ -247,8 +249,9 @@ def record(
             rewards.append(torch.where(weight > 0, weight * by_context, 0.0).sum(-1))
             with show:
                 told.append(expected_information(backend, recursion, belief, now, num_outcomes))
+            lived.append(seen)
             belief, increment = recursion.step(belief, seen)
-            total = checked(model, total, increment, seen)
+            belief, total = updated(backend, recursion, belief, total, increment, lived, p.expand(B, C))
             now = note(seen.time)
     return Recording(
         type(model).__name__,

@@ -334,7 +334,8 @@ def test_chunks_are_searched_like_batches():
         policy.search(
             type(memory)(
                 type(memory.belief)(**{k: v[:, i : i + 4] for k, v in vars(memory.belief).items()}),
-                memory.log_posterior[i : i + 4],
+                memory.prior[i : i + 4],
+                memory.log_likelihood[i : i + 4],
             ),
             0,
             chunk=number,

@@ -360,6 +360,19 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(one, two)
 
 
+def test_the_run_folder_of_a_fit_is_loaded(tmp_path):
+    """The solution in it, or the best so far of a fit that was stopped."""
+    run = tmp_path / "runs" / "fit"
+    solution = cids.fit(LineGrid(), **SHORT, checkpoint=run / "checkpoint")
+    early = cids.load(run, LineGrid())
+    assert same_weights(solution.policy, early.policy)
+    solution.save(run / "solution")
+    assert cids.load(run, LineGrid()).settings == cids.load(run / "solution", LineGrid()).settings
+    expected = "directory: expected a directory with solution.json, or the run folder of a fit, got .*runs$"
+    with pytest.raises(ValueError, match=expected):
+        cids.load(tmp_path / "runs", LineGrid())
+
+
 def test_loading_what_does_not_fit_is_refused(tmp_path):
     solution = cids.fit(LineGrid(), **SHORT)
     solution.save(tmp_path)

@@ -307,7 +307,7 @@ def test_returns_of_any_make(earned, expected):
     def lead(agent):
         for _ in range(2):
             agent.act()
-            agent.observe()
+            agent.observe(observed={})
         return earned
 
     run = cids.run(LineGrid(), lead, 1, solution=RandomPolicy(3), **QUICK)

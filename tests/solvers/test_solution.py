@@ -43,6 +43,16 @@ def test_what_it_exports_are_episodes_of_its_policy(solution, tmp_path):
     assert np.allclose(found, odds / (1 + odds), atol=1e-6)
 
 
+def test_it_prints_as_a_line(solution):
+    text = str(solution)
+    assert text.startswith("Solution(model=LineGrid, policy=LSTMPolicy, prior=[")
+    assert "finished=True, last={'return': " in text
+    assert "\n" not in text
+    lived = cids.run(LineGrid(), 0, 1, solution=solution, seed=0, progress=False)
+    assert str(lived).startswith("Run(model=LineGrid, R=1, K=1, mean return=")
+    assert str(solution.evaluate(20).per_episode) == "PerEpisode(B=20, drawn=False)"
+
+
 def test_another_prior_may_be_given(solution):
     data = solution.to_inference_data(5, likelihood=ObservableOperator(), draws=5, prior=[0.0, 1.0], seed=0)
     assert (data.constant_data["true_context"] == 1).all()
