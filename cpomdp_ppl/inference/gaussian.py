@@ -263,7 +263,7 @@ class Coordinates:
         found: list[Leaf] = [leaf for _, leaf in leaves(signature.state)]
         self.sizes = [leaf.shape.numel() for leaf in found]
         self.dim = sum(self.sizes)
-        self.dtype = found[0].dtype
+        self.dtype = torch.get_default_dtype()
         for leaf in found:
             self.dtype = torch.promote_types(self.dtype, leaf.dtype)
 

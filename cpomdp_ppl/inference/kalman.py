@@ -7,8 +7,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch.quasirandom import SobolEngine
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_step, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
-from cpomdp_ppl.inference.enumeration import drawing
+from cpomdp_ppl.inference.enumeration import double_precision, drawing, in_double_precision
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.scoring import Scored, Seen, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,11 +35,19 @@ if TYPE_CHECKING:
 SENSOR_POINTS = 512
 """Points of a belief at which discrete observations are weighed."""
 
-ROUNDS = 6
-"""How often these points are moved to where the weight is, at the most."""
+ROUNDS, WIDENINGS = 12, 2
+"""How often these points are moved to where the weight is; and spread out, if they find none, at the most."""
+
+WIDER = 1.5
+"""How much larger a proposal's covariance is than that of the weights it follows: no tail must stick out."""
+
+BEHIND = 36.0
+"""Nats behind the likeliest context, beyond which a context's likelihood may be off."""
 
 MEMORY = 2**28
 """Bytes that smoothing may keep of a batch of episodes."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 Function: TypeAlias = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Of points `[C, B, K, n]` and noise ε there, `[C, B, K, E]`, if it takes any.
@@ -124,6 +134,49 @@ class Expected:
     observed: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Weighed:
+    """Weighted points of a Gaussian.
+
+    Attributes:
+        log_mean: Logarithm of the mean weight, float64 `[C, B]`.
+        ess: Effective sample size, `[C, B]`; 0 where all weights are.
+        mean: Of the points, `[C, B, r]`.
+        covariance: `[C, B, r, r]`.
+        nothing_learned: Where all points are equally likely, bool `[C, B]`.
+    """
+
+    log_mean: Tensor
+    ess: Tensor
+    mean: Tensor
+    covariance: Tensor
+    nothing_learned: Tensor
+
+    @staticmethod
+    def of(u: Tensor, log_p: Tensor, log_ratio: Tensor) -> _Weighed:
+        """Points `[C, B, P, r]`, their log-probabilities, and the logarithm of density over proposal."""
+        log_w = log_p + log_ratio  # [C, B, P]
+        nowhere = (log_w == -torch.inf).all(-1)
+        w = torch.where(nowhere[..., None], log_ratio, log_w).softmax(-1)
+        mean = (w[..., None] * u).sum(2)
+        left = u - mean[:, :, None]
+        covariance = product((w[..., None] * left).mT, left)
+        ess = torch.where(nowhere, 0.0, 1 / w.square().sum(-1))
+        log_mean = log_w.double().logsumexp(-1) - math.log(u.shape[2])
+        return _Weighed(log_mean, ess, mean, covariance, log_p.amax(-1) == log_p.amin(-1))
+
+    def or_better(self, other: _Weighed) -> _Weighed:
+        """Row by row, whichever has more points that count."""
+        better = other.ess > self.ess  # [C, B]
+
+        def choose(mine: Tensor, others: Tensor) -> Tensor:
+            return torch.where(better.reshape(better.shape + (1,) * (mine.dim() - 2)), others, mine)
+
+        return _Weighed(
+            *(choose(*pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
 class _Discrete(Scored):
     """Score the discrete sites alone."""
 
@@ -143,11 +196,28 @@ class _Discrete(Scored):
             msg["value"] = value.reshape(1, len(value), 1, *value.shape[1:])
 
 
+def _precisely(method: Method) -> Method:
+    """A method in which numbers that a program writes down are of the recursion's precision."""
+
+    @wraps(method)
+    def precise(self: KalmanRecursion, *arguments: Any) -> Any:
+        if not self.in_double:
+            return method(self, *arguments)
+        with double_precision():
+            return method(self, *arguments)
+
+    return cast("Method", precise)
+
+
 class KalmanRecursion(Recursion):
     """A Gaussian belief, by whatever way of pushing Gaussians through functions a subclass brings.
 
+    Covariances lose half of all digits, so that everything is computed in float64; unless programs have it
+    that numbers are of another precision, and do not mix.
+
     Attributes:
         discrete: Names of the discrete observation sites.
+        in_double: Whether everything is in float64.
 
     Raises:
         UnsupportedModelError: If the programs cannot be read as Gaussian.
@@ -156,9 +226,20 @@ class KalmanRecursion(Recursion):
     sensing = Sensed
 
     def __init__(self, model: CPOMDP, reward_points: int) -> None:
+        self._given = model
+        self.in_double = True
+        try:
+            with double_precision():
+                self._read(in_double_precision(model), reward_points)
+        except RuntimeError:
+            self.in_double = False
+            self._read(model, reward_points)
+
+    def _read(self, model: CPOMDP, reward_points: int) -> None:
+        """Run every program once, to see what it is made of."""
         _require_sensible(model)
         with drawing(model):
-            super().__init__(model)
+            Recursion.__init__(self, model)
         self.coordinates = Coordinates(model, self.signature)
         points = _normal_points(reward_points, self.coordinates.dim)  # [N, D]
         self.normal_points = points.to(model.device, self.coordinates.dtype)
@@ -176,8 +257,7 @@ class KalmanRecursion(Recursion):
         self.discrete = observation.discrete
         sites = self.signature.observations
         self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
-        points = _normal_points(SENSOR_POINTS, self.coordinates.dim) if self.discrete else points
-        self.sensor_points = points.to(model.device, self.coordinates.dtype)
+        model.reward(state, action, self.context)  # does it mix its numbers with these?
 
     @abstractmethod
     def transform(
@@ -192,6 +272,7 @@ class KalmanRecursion(Recursion):
             num_noise: Dimension E of the noise that the function takes besides.
         """
 
+    @_precisely
     def start(self, num_episodes: int) -> GaussianBelief:
         """The belief about `s_0`: the `initial` program as a function of its noise."""
         C, E = self.model.num_contexts, self.initial_noise
@@ -206,6 +287,7 @@ class KalmanRecursion(Recursion):
         mean, root = moved.mean, square_root(moved.covariance(moved.outputs, moved.outputs))
         return GaussianBelief(mean.repeat(1, num_episodes, 1), root.repeat(1, num_episodes, 1, 1))
 
+    @_precisely
     def moved(self, points: Tensor, noise: Tensor | None, action: Tensor) -> Tensor:
         """The `transition` program as a function of points `[C, B, K, D]` and noise `[C, B, K, E]`."""
         own = len(self.own)
@@ -229,6 +311,7 @@ class KalmanRecursion(Recursion):
         predicted, _ = self.predict(belief, seen.action)
         return self.look(predicted, seen)
 
+    @_precisely
     def look(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
         """The Kalman update of the episodes in which anything was observed; others do not change at all."""
         rows = seen.rows
@@ -294,41 +377,87 @@ class KalmanRecursion(Recursion):
     def _weigh(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
         """Weigh points of the belief by the probability of the discrete sites, and take their moments.
 
-        Points come from a Gaussian q in the belief's own coordinates, u with `x = μ + L u`. It starts as the
-        belief, and follows the weights until it is about as wide as they are.
+        Points are `x = μ + L V u`, along those directions V of the belief on which the sites depend. They
+        come from a Gaussian q that starts as the belief, widens while it finds nothing possible, and follows
+        the weights until it is about as wide as they are. For every row the best round counts.
         """
-        xi = self.sensor_points  # [P, D]
-        P, D = xi.shape
-        unit = torch.eye(D, dtype=xi.dtype, device=xi.device)
-        q = GaussianBelief(torch.zeros_like(belief.mean), unit.expand(*belief.mean.shape[:2], D, D))
-        for _ in range(ROUNDS):
-            u = q.mean[:, :, None] + product(xi, q.root.mT)  # [C, B, P, D]
+        V = self._directions(belief, seen)  # [C, B, D, r]
+        xi = _normal_points(SENSOR_POINTS, V.shape[-1]).to(belief.mean)  # [P, r]
+        P, r = xi.shape
+        unit = torch.eye(r, dtype=xi.dtype, device=xi.device)
+        q = GaussianBelief(belief.mean.new_zeros(*V.shape[:2], r), unit.expand(*V.shape[:2], r, r))
+        best = None
+        for number in range(ROUNDS):
+            u = q.mean[:, :, None] + product(xi, q.root.mT)  # [C, B, P, r]
             log_ratio = 0.5 * (xi.square() - u.square()).sum(-1) + _log_det(q.root)[..., None]
-            points = belief.mean[:, :, None] + product(u, belief.root.mT)
-            log_p = self.log_density_of_discrete(points, seen).expand(u.shape[:3])
-            log_w = log_p + log_ratio  # [C, B, P]
-            impossible = (log_w == -torch.inf).all(-1, keepdim=True)
-            log_w = torch.where(impossible, log_ratio, log_w)
-            w = log_w.softmax(-1)
-            mean = (w[..., None] * u).sum(2)  # [C, B, D]
-            left = u - mean[:, :, None]
-            covariance = product((w[..., None] * left).mT, left)
-            enough = w.square().sum(-1) * P < 2  # at least half of the points count
-            if bool(enough.all()):
+            x = belief.mean[:, :, None] + product(product(u, V.mT), belief.root.mT)
+            log_p = self.log_density_of_discrete(x, seen).expand(u.shape[:3])
+            weighed = _Weighed.of(u, log_p, log_ratio)
+            best = weighed if best is None else best.or_better(weighed)
+            nowhere = weighed.ess == 0
+            if bool(((best.ess >= P / 2) | (nowhere & (number >= WIDENINGS))).all()):
                 break
             # A few points say little about spread: what they do not say stays as it was.
-            spread = covariance + w.square().sum(-1)[..., None, None] * q.covariance
-            q = GaussianBelief(mean, square_root(spread))
-        increment = log_w.double().logsumexp(-1) - math.log(P)
-        increment = torch.where(impossible.squeeze(-1), -torch.inf, increment)
-        # Where all points say the same, nothing is learned, and nothing is to be rounded either.
-        same = (log_p.amax(-1) == log_p.amin(-1)) | impossible.squeeze(-1)  # [C, B]
-        mean = belief.mean + product(belief.root, mean[..., None])[..., 0]
-        root = product(belief.root, square_root(covariance))
+            spread = WIDER * weighed.covariance + q.covariance / weighed.ess.clamp(min=1)[..., None, None]
+            wide, centre = q.root * 4, torch.where(nowhere[..., None], q.mean, weighed.mean)
+            root = torch.where(nowhere[..., None, None], wide, square_root(spread.detach()))
+            q = GaussianBelief(centre.detach(), root)
+        assert best is not None
+        self._require_settled(best, P, seen)
+        # Along V, the unit covariance becomes that of the weighted points; across, nothing is learned.
+        learned = product(product(V, best.covariance - unit), V.mT)
+        whole = torch.eye(V.shape[-2], dtype=xi.dtype, device=xi.device)
+        mean = belief.mean + product(belief.root, product(V, best.mean[..., None]))[..., 0]
+        root = product(belief.root, square_root(whole + learned))
+        same = (best.nothing_learned | (best.ess == 0))[..., None]
         return GaussianBelief(
-            torch.where(same[..., None], belief.mean, mean),
-            torch.where(same[..., None, None], belief.root, root),
-        ), increment
+            torch.where(same, belief.mean, mean), torch.where(same[..., None], belief.root, root)
+        ), best.log_mean
+
+    def _directions(self, belief: GaussianBelief, seen: Seen) -> Tensor:
+        """An orthonormal basis `[C, B, D, r]` of what the discrete sites depend on, in units of the belief.
+
+        Gradients span it, wherever there are any; that nothing else matters is seen by leaving it out.
+        """
+        C, B, D = belief.mean.shape
+        unit = torch.eye(D, dtype=belief.mean.dtype, device=belief.mean.device).expand(C, B, D, D)
+        if D == 1:
+            return unit
+        mean, root = belief.mean.detach(), belief.root.detach()
+        u = _normal_points(SENSOR_POINTS, D).to(mean).expand(C, B, -1, D)
+        with torch.enable_grad():
+            u = u.clone().requires_grad_()
+            log_p = self.log_density_of_discrete(mean[:, :, None] + product(u, root.mT), seen)
+            log_p = log_p.expand(u.shape[:3])
+            if not log_p.requires_grad:
+                return unit
+            (g,) = torch.autograd.grad(torch.where(log_p > -torch.inf, log_p, 0.0).sum(), u)
+        if not bool(g.isfinite().all()):
+            return unit
+        g = g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp(min=1e-300)  # no place drowns another
+        sizes, vectors = torch.linalg.eigh(product(g.mT, g))  # ascending
+        r = int((sizes > 1e-9 * len(g[0, 0])).sum(-1).max())
+        if not 0 < r < D:
+            return unit
+        V = vectors[..., D - r :]
+        along = product(product(u.detach(), V), V.mT)
+        same = self.log_density_of_discrete(mean[:, :, None] + product(along, root.mT), seen)
+        close = torch.isclose(same.expand_as(log_p), log_p.detach(), rtol=1e-4, atol=1e-4)
+        return V if bool(close.all()) else unit
+
+    def _require_settled(self, weighed: _Weighed, num_points: int, seen: Seen) -> None:
+        """Raise if too few points count where that matters: not of contexts that are far behind."""
+        likely = weighed.log_mean >= weighed.log_mean.amax(0) - BEHIND
+        fewest = 16 if weighed.mean.shape[-1] == 1 else num_points / 8  # on a line, points are in step
+        poor = likely & (weighed.ess > 0) & (weighed.ess < fewest)
+        if bool(poor.any()):
+            c, b = poor.nonzero()[0].tolist()
+            sites = ", ".join(f"'{site}'" for site in self.discrete)
+            raise DensityError(
+                f"time {seen.time} of episode {seen.episode(b)} in context '{self.model.context_names[c]}': "
+                f"points of a Gaussian belief do not settle how likely site {sites} was, as few of them "
+                'count; "smc" does not depend on that'
+            )
 
     def log_density_of_discrete(self, points: Tensor, seen: Seen) -> Tensor:
         """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
@@ -375,6 +504,7 @@ class KalmanRecursion(Recursion):
                 f"the covariance of what site {sites} should show is not positive definite"
             )
 
+    @_precisely
     def expected_reward(self, belief: GaussianBelief, action: Tensor) -> Tensor:
         """The mean of `r` over points that are spread out as the belief is."""
         spread = belief.root.mT
@@ -384,12 +514,17 @@ class KalmanRecursion(Recursion):
 
     def moments(self, belief: GaussianBelief) -> tuple[Any, Any]:
         """Mean and variance of every number in the state."""
-        return self.coordinates.state(belief.mean), self.coordinates.state(belief.root.square().sum(-1))
+        return self._own(belief.mean), self._own(belief.root.square().sum(-1))
 
     def draw(self, belief: GaussianBelief, num_draws: int) -> State:
         """Draws of the Gaussian."""
-        drawn: State = self.coordinates.state(belief.draw(num_draws))
-        return drawn
+        return self._own(belief.draw(num_draws))
+
+    def _own(self, x: Tensor) -> State:
+        """Vectors `[…, D]` as states of the model's own types."""
+        types = signature(self._given).state
+        cast: State = map_state(lambda leaf, own: leaf.to(own.dtype), self.coordinates.state(x), types)
+        return cast
 
     def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
         """Rauch, Tung and Striebel's pass back through the filter; trajectories by backward simulation."""
@@ -401,7 +536,7 @@ class KalmanRecursion(Recursion):
             drawn = backward.draw(drawn)
             moments.append((mean, P))
             draws.append(drawn)
-        as_state = self.coordinates.state
+        as_state = self._own
         means, variances = moments_in_time(
             [
                 (as_state(mean), as_state(P.diagonal(dim1=-2, dim2=-1).clamp(min=0)))
@@ -423,8 +558,8 @@ class KalmanFilter(Backend):
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as have 2²³ numbers in the points at which rewards are averaged."""
         assert isinstance(recursion, KalmanRecursion)
-        points = recursion.normal_points.numel() + recursion.sensor_points.numel() * bool(recursion.discrete)
-        return max(1, 2**23 // (model.num_contexts * points))
+        points = len(recursion.normal_points) + SENSOR_POINTS * bool(recursion.discrete)
+        return max(1, 2**23 // (model.num_contexts * points * recursion.coordinates.dim))
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
