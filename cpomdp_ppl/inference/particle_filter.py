@@ -175,11 +175,14 @@ class SMC(Recursion):
 
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
-        C, B, N = self.model.num_contexts, num_episodes, self.N
-        shape, device = torch.Size((C, B, N)), self.context.device
-        state = self.own_copy(self.proposal.initial(shape)[0], shape)
+        shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
+        return self.cloud(self.proposal.initial(shape)[0], shape)
+
+    def cloud(self, state: Any, shape: torch.Size) -> Cloud:
+        """Particles in the states that a program returned, all of the same weight."""
+        (C, B, N), device = shape, self.context.device
         return Cloud(
-            state,
+            self.own_copy(state, shape),
             torch.full(shape, 1.0 / N, device=device, dtype=self.dtype),
             torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
             torch.full((C, B), float(N), device=device, dtype=self.dtype),
@@ -292,16 +295,20 @@ class SMC(Recursion):
                 seen, state = some, map_state(lambda leaf: leaf.index_select(1, rows), state)
                 rows = None
 
-        def draw_hidden(name: str, fn: Any) -> Tensor:
+        def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
             site = list(self.signature.observations).index(name)
             with torch.random.fork_rng():
                 torch.manual_seed(seed_for(seed, site))
-                return draw(fn, torch.Size((*S, *self.own)), self.common)
+                return self.hidden(name, fn, torch.Size((*S, *self.own)))
 
         density = log_density_of_seen(
             self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=MOST_VALUES
         )
         return density if rows is None else density.expand(S).index_select(1, rows)
+
+    def hidden(self, name: str, fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Draw a site that was not seen, for every particle; that, and `log p / q` of the draws."""
+        return draw(fn, shape, self.common), torch.zeros((), device=self.context.device)
 
     def ess(self, cloud: Cloud) -> Tensor:
         """Of the weights."""
