@@ -42,6 +42,7 @@ def log_likelihood(
     likelihood: str | Backend = "ekf",
     *,
     use_contexts: bool = False,
+    seed: int | None = 0,
 ) -> Tensor:
     """`Σ_b log Σ_c P(c) p(o_b | a_b, c)`, with a gradient by the model's `PyroParam`s.
 
@@ -53,12 +54,21 @@ def log_likelihood(
     where a program jumps (at the edge of the light, say), their likelihood jumps with parameters that move
     states, and the gradient does not know.
 
+    `"smc"` serves any model, by Fisher's identity: its value is the particle filter's unbiased estimate, its
+    gradient an estimate of the score, biased by O(1/N), whose noise grows with the square of the length of
+    episodes; it is not the gradient of the value, which jumps. Sample sites are held where they were drawn,
+    and states are functions of these and of the parameters. Where a program jumps in something that depends
+    on parameters at fixed sites (an edge that is to be learned, or a state moved by a parameter outside of
+    any site), the gradient does not know; jumps in the values of sites do no harm. Sites whose possible values
+    depend on parameters (`Uniform(0, width)`) are refused, and so are guides.
+
     Args:
         model: The CPOMDP.
         episodes: What was done and seen.
-        likelihood: `"ekf"`, `"ukf"`, `"exact"`, `"grid"`, or a backend of these kinds.
+        likelihood: `"ekf"`, `"ukf"`, `"exact"`, `"grid"`, `"smc"`, or a backend of these kinds.
         use_contexts: Whether to take `log P(c_b) p(o_b | a_b, c_b)` for the episodes whose context is known:
             `episodes.contexts`, in which a negative number stands for one that is not.
+        seed: Of the random numbers of `"smc"`; None takes fresh ones, as stochastic gradients would.
 
     Returns:
         A scalar, float64, that can be differentiated once.
@@ -82,7 +92,7 @@ def log_likelihood(
         True
     """
     parameters = learnable(model)
-    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts)
+    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts, seed=seed)
     values = {one.name: one.value for one in parameters}
     at = {name: value.detach().double() for name, value in values.items()}
     if not torch.is_grad_enabled():
@@ -102,6 +112,7 @@ class Objective:
         episodes: What was done and seen.
         likelihood: A backend that can be differentiated, or its name.
         use_contexts: Whether to condition on contexts that are known.
+        seed: Of random numbers.
     """
 
     def __init__(
