@@ -1,9 +1,9 @@
 """A particle filter whose log-likelihood has a gradient, by Fisher's identity.
 
-The gradient of `log p(o)` is the mean, given o, of the gradient of `log p(sites, o)` with the sites held where
-they are. In a particle filter (Ścibior and Wood, 2021): sites are drawn without a graph, the weights take
-`log p(site)` less its own value, which is zero and has the gradient alone, and resampling hands it down.
-The estimate of the likelihood stays what it is, unbiased; the score is biased by O(1/N).
+The gradient of `log p(o)` is the mean, given o, of the gradient of `log p(sites, o)` with the sites held
+where they are. In a particle filter (Ścibior and Wood, 2021): sites are drawn without a graph, the weights
+take `log p(site)` less its own value, which is zero and has the gradient alone, and resampling hands it
+down. The estimate of the likelihood stays what it is, unbiased; the score is biased by O(1/N).
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class ScoreFilter(SMC):
         if settings.guide is not None:
             raise rejected("likelihood", "a particle filter with a guide", "one without, for a gradient")
         super().__init__(model, settings)
-        self.proposal = Held(self, self.common)
+        self.proposal = self.held = Held(self, self.common)
 
     def start(self, num_episodes: int) -> ScoredCloud:
         """As the base."""
         shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
-        state, score = self.proposal.initial(shape)
+        state, score = self.held.initial(shape)
         return ScoredCloud(**vars(self.cloud(state, shape)), score=score)
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
@@ -170,8 +170,9 @@ def _require_still(name: str, fn: Any) -> None:
     """Raise if what is possible at a site depends on constants: the gradient would miss what comes in."""
     if _moves(fn):
         raise UnsupportedModelError(
-            f"site '{name}' ({type(base_of(fn)).__name__}): which values are possible depends on constants to "
-            'be learned, which the gradient of "smc" does not see; make it a function of a site without them'
+            f"site '{name}' ({type(base_of(fn)).__name__}): which values are possible depends on constants "
+            'to be learned, which the gradient of "smc" does not see; '
+            "make it a function of a site that has none"
         )
 
 
@@ -205,4 +206,6 @@ def _has_graph(thing: Any) -> bool:
         return thing.requires_grad
     if isinstance(thing, (list, tuple)):
         return any(map(_has_graph, thing))
-    return isinstance(thing, (constraints.Constraint, td.Transform)) and _has_graph(list(vars(thing).values()))
+    return isinstance(thing, (constraints.Constraint, td.Transform)) and _has_graph(
+        list(vars(thing).values())
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 NOISE = 0.02
 """The variance of the estimate by random numbers, as a part of that by episodes, that is good enough."""
 
-MOST_FILTERS = 64
+MOST_FILTERS = 128
 """For one step, at the most."""
 
 Scores: TypeAlias = "Callable[[Tensor, int], tuple[Tensor, Tensor]]"
@@ -28,7 +29,7 @@ class Scored:
     """What R filters with random numbers of their own say at a point.
 
     Attributes:
-        value: Their mean log-likelihood.
+        value: The logarithm of their mean likelihood.
         gradient: Its gradient, `[P]`.
         noise: The covariance of that gradient by random numbers, `[P, P]`.
         squares: `Σ_b s_b s_bᵀ` of the mean scores of episodes, `[P, P]`; less the noise, the information.
@@ -52,15 +53,20 @@ class Scored:
 
 
 def scored(scores: Scores, u: Tensor, seeds: list[int]) -> Scored:
-    """Ask filters for the scores at u, one for each seed."""
+    """Ask filters for the scores at u, one for each seed.
+
+    Each counts by the likelihood that it found, as if all were one filter of as many particles together: the
+    score of one is biased, because it does not go with its likelihood, and this is less so.
+    """
     found = [scores(u, seed) for seed in seeds]
     R = len(found)
+    log_z = torch.stack([value for value, _ in found])  # [R, B]
     each = torch.stack([score for _, score in found])  # [R, B, P]
-    mean = each.mean(0)
-    off = (each - mean).flatten(0, 1)
-    noise = off.mT @ off / (R * (R - 1))
-    value = torch.stack([value for value, _ in found]).sum(1).mean()
-    return Scored(float(value), mean.sum(0), noise, mean.mT @ mean)
+    weights = log_z.softmax(0)[..., None]
+    mean = (weights * each).sum(0)
+    off = (weights * (each - mean)).flatten(0, 1)
+    value = (log_z.logsumexp(0) - math.log(R)).sum()
+    return Scored(float(value), mean.sum(0), off.mT @ off * (R / (R - 1)), mean.mT @ mean)
 
 
 def settle(

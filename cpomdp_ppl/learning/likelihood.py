@@ -59,8 +59,8 @@ def log_likelihood(
     episodes; it is not the gradient of the value, which jumps. Sample sites are held where they were drawn,
     and states are functions of these and of the parameters. Where a program jumps in something that depends
     on parameters at fixed sites (an edge that is to be learned, or a state moved by a parameter outside of
-    any site), the gradient does not know; jumps in the values of sites do no harm. Sites whose possible values
-    depend on parameters (`Uniform(0, width)`) are refused, and so are guides.
+    any site), the gradient does not know; jumps in the values of sites do no harm. Sites whose possible
+    values depend on parameters (`Uniform(0, width)`) are refused, and so are guides.
 
     Args:
         model: The CPOMDP.

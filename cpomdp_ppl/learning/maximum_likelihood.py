@@ -69,7 +69,11 @@ class Estimate:
         lines = [f"{'parameter':<{width}}  {'estimate':>12}  {'std. error':>12}"]
         for label, x, e in zip(self.labels, value, error, strict=True):
             lines.append(f"{label:<{width}}  {x:>12.5g}  {e:>12.3g}")
-        end = "converged" if self.converged else "not converged (more iterations or particles, or a likelihood that jumps)"
+        end = (
+            "converged"
+            if self.converged
+            else "not converged (more iterations or particles, or a likelihood that jumps)"
+        )
         count = len(self.log_likelihood) - 1
         lines.append(f"log-likelihood {float(self.log_likelihood[-1]):.3f} after {count} iterations, {end}")
         if any(math.isnan(e) for e in error):
@@ -100,11 +104,12 @@ def maximum_likelihood(
 
     For models with a discrete site in `transition` there is `"smc"`, by Fisher's identity: see
     `log_likelihood` for what its gradient does not see. The climb is that of the others with the random
-    numbers kept, and then goes on with fresh ones, by Fisher scoring: steps are judged against their noise, and
-    filters are added until noise is a small part of the standard errors. These are by the squares of the
+    numbers kept, and then goes on with fresh ones, by Fisher scoring: steps are judged against their noise,
+    and filters are added until noise is a small part of the standard errors. These are by the squares of the
     episodes' scores, which takes many more episodes than parameters, and a model that is true. Too few
-    particles bias the score by O(1/N); after many steps few of the first ancestors are left, and the noise
-    grows with the square of the length of episodes. So compare with the estimate of twice the particles.
+    particles bias the score by O(1/N) for N of all filters together; after many steps few of the first
+    ancestors are left, and the noise grows with the square of the length of episodes. So compare with the
+    estimate of twice the particles.
 
     Args:
         model: The CPOMDP, which is left alone, as is Pyro's param store.
@@ -169,11 +174,11 @@ def maximum_likelihood(
         others = [space.start + torch.randn(len(space), dtype=torch.float64) for _ in range(starts - 1)]
     runs = []
     with tqdm(total=iterations * (starts + noisy), disable=not progress, desc="maximum likelihood") as bar:
-        for number, u in enumerate([space.start, *others]):
+        for which, u in enumerate([space.start, *others]):
             try:
                 runs.append(_climb(climbed, u, iterations, learning_rate, tolerance, bar))
             except (DegenerateWeightsError, DensityError):
-                if number == 0:  # whoever draws a start at random has to live with bad ones
+                if which == 0:  # whoever draws a start at random has to live with bad ones
                     raise
         u, series, converged = max(runs, key=lambda run: run[1][-1])
         if noisy:
