@@ -99,9 +99,11 @@ class Generative:
         contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
         seen = Seen(0, percept.action, percept.observations, percept.observed)
         shape = torch.Size((C, N, 1, *self._own))
-        density = log_density_of_seen(
-            self.model, self._scored, states, contexts, seen, draw=lambda _, fn: draw(fn, shape, common=True)
-        )
+
+        def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
+            return draw(fn, shape, common=True), torch.zeros((), device=self.model.device)
+
+        density = log_density_of_seen(self.model, self._scored, states, contexts, seen, draw=draw_hidden)
         return density.expand(C, N, 1)[..., 0].T
 
     @cached_property

@@ -186,12 +186,11 @@ class SMC(Recursion):
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
         shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
-        return self.cloud(self.proposal.initial(shape)[0], num_episodes)
+        return self.cloud(self.proposal.initial(shape)[0], shape)
 
-    def cloud(self, state: Any, num_episodes: int) -> Cloud:
+    def cloud(self, state: Any, shape: torch.Size) -> Cloud:
         """States, leaves `[C, B, N, …]`, as particles of the same weight, each the founder of a family."""
-        C, B, N = self.model.num_contexts, num_episodes, self.N
-        shape, device = torch.Size((C, B, N)), self.context.device
+        (C, B, N), device = shape, self.context.device
         return Cloud(
             self.own_copy(state, shape),
             torch.full(shape, 1.0 / N, device=device, dtype=self.dtype),
@@ -203,7 +202,7 @@ class SMC(Recursion):
 
     def with_rows(self, cloud: Cloud, rows: Tensor, states: State) -> Cloud:
         """The same, with other particles of equal weight, leaves `[C, R, N, …]`, in the episodes `rows`."""
-        others = self.cloud(states, len(rows))
+        others = self.cloud(states, torch.Size((self.model.num_contexts, len(rows), self.N)))
         return map_belief(lambda mine, theirs: mine.index_copy(1, rows, theirs), cloud, others)
 
     def own_copy(self, state: Any, S: torch.Size) -> Any:
@@ -311,15 +310,19 @@ class SMC(Recursion):
                 seen, state = some, map_state(lambda leaf: leaf.index_select(1, rows), state)
                 rows = None
 
-        def draw_hidden(name: str, fn: Any) -> Tensor:
+        def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
             site = list(self.signature.observations).index(name)
             with RandomStream(seed_for(seed, site)):
-                return draw(fn, torch.Size((*S, *self.own)), self.common)
+                return self.hidden(name, fn, torch.Size((*S, *self.own)))
 
         density = log_density_of_seen(
             self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=SUMMED
         )
         return density if rows is None else density.expand(S).index_select(1, rows)
+
+    def hidden(self, name: str, fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Draw a site that was not seen, for every particle; that, and `log p / q` of the draws."""
+        return draw(fn, shape, self.common), torch.zeros((), device=self.context.device)
 
     def ess(self, cloud: Cloud) -> Tensor:
         """Of the weights."""

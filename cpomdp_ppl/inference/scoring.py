@@ -111,8 +111,8 @@ def unseen(name: str, time: int, why: str) -> UnsupportedModelError:
     )
 
 
-Draw: TypeAlias = Callable[[str, Any], Tensor]
-"""From the name of a site and its distribution to a value for every particle."""
+Draw: TypeAlias = Callable[[str, Any], tuple[Tensor, Tensor]]
+"""From the name of a site and its distribution to a value for every particle, and `log p / q` of these."""
 
 
 def log_density_of_seen(
@@ -221,7 +221,8 @@ class Scored(Enumerated):
             if self.draw is None:
                 number = "infinitely many" if many is None else f"{many} (at most {self.left} here)"
                 raise unseen(name, self.seen.time, f"its values are too many to be summed over: {number}")
-            return self.draw(name, fn), torch.zeros((), device=seen.device)
+            drawn, log_ratio = self.draw(name, fn)
+            return drawn, torch.where(seen, 0.0, log_ratio)
         assert support is not None
         self.left //= many
         values = support[self._grid(torch.arange(len(support), device=support.device), cells)]

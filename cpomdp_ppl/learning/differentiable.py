@@ -18,6 +18,7 @@ from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
     GridFilter,
     ObservableOperator,
+    ParticleFilter,
     UnscentedKalmanFilter,
 )
 from cpomdp_ppl.inference.cells import SHARERS
@@ -33,6 +34,8 @@ from cpomdp_ppl.inference.kalman import (
 )
 from cpomdp_ppl.inference.observable_operator import DiscreteRecursion, FiniteRecursion
 from cpomdp_ppl.inference.unscented_kalman import UnscentedRecursion
+from cpomdp_ppl.learning.fisher import ScoreFilter
+from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend, Recursion
@@ -61,11 +64,12 @@ def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
         return _Finite(model)
     if isinstance(backend, GridFilter):
         return _Grid(model, backend)
-    why = "resampling has no gradient; `particle_marginal_metropolis_hastings` does without one"
+    if isinstance(backend, ParticleFilter):
+        return ScoreFilter(model, backend)
     raise rejected(
         "likelihood",
-        f'"{backend.name}"' + (f" ({why})" if backend.name == "smc" else ""),
-        'a backend that can be differentiated: "ekf", "ukf", "exact" or "grid"',
+        f'"{backend.name}"',
+        'a backend that can be differentiated: "ekf", "ukf", "exact", "grid" or "smc"',
     )
 
 
@@ -73,6 +77,10 @@ def episodes_with_graph(recursion: Recursion, horizon: int) -> int:
     """How many episodes may have their graph in memory together."""
     if isinstance(recursion, DiscreteRecursion):
         width = recursion.initial.shape[1]
+    elif isinstance(recursion, ScoreFilter):
+        numbers = sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state))
+        seen = sum(site.shape.numel() for site in recursion.signature.observations.values())
+        width = recursion.N * (numbers + seen + 1)
     else:
         assert isinstance(recursion, KalmanRecursion)
         n = recursion.coordinates.dim + recursion.transition_noise

@@ -42,6 +42,7 @@ def log_likelihood(
     likelihood: str | Backend = "ekf",
     *,
     use_contexts: bool = False,
+    seed: int | None = 0,
 ) -> Tensor:
     """`Σ_b log Σ_c P(c) p(o_b | a_b, c)`, with a gradient by the model's `PyroParam`s.
 
@@ -53,12 +54,21 @@ def log_likelihood(
     where a program jumps (at the edge of the light, say), their likelihood jumps with parameters that move
     states, and the gradient does not know.
 
+    `"smc"` serves any model, by Fisher's identity: its value is the particle filter's unbiased estimate, its
+    gradient an estimate of the score, biased by O(1/N), whose noise grows with the square of the length of
+    episodes; it is not the gradient of the value, which jumps. Sample sites are held where they were drawn,
+    and states are functions of these and of the parameters. Where a program jumps in something that depends
+    on parameters at fixed sites (an edge that is to be learned, or a state moved by a parameter outside of
+    any site), the gradient does not know; jumps in the values of sites do no harm. Sites whose possible
+    values depend on parameters (`Uniform(0, width)`) are refused, and so are guides.
+
     Args:
         model: The CPOMDP.
         episodes: What was done and seen.
-        likelihood: `"ekf"`, `"ukf"`, `"exact"`, `"grid"`, or a backend of these kinds.
+        likelihood: `"ekf"`, `"ukf"`, `"exact"`, `"grid"`, `"smc"`, or a backend of these kinds.
         use_contexts: Whether to take `log P(c_b) p(o_b | a_b, c_b)` for the episodes whose context is known:
             `episodes.contexts`, in which a negative number stands for one that is not.
+        seed: Of the random numbers of `"smc"`; None takes fresh ones, as stochastic gradients would.
 
     Returns:
         A scalar, float64, that can be differentiated once.
@@ -82,7 +92,7 @@ def log_likelihood(
         True
     """
     parameters = learnable(model)
-    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts)
+    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts, seed=seed)
     values = {one.name: one.value for one in parameters}
     at = {name: value.detach().double() for name, value in values.items()}
     if not torch.is_grad_enabled():
@@ -102,12 +112,20 @@ class Objective:
         episodes: What was done and seen.
         likelihood: A backend that can be differentiated, or its name.
         use_contexts: Whether to condition on contexts that are known.
+        seed: Of random numbers.
     """
 
     def __init__(
-        self, model: CPOMDP, episodes: Episodes, likelihood: str | Backend, *, use_contexts: bool
+        self,
+        model: CPOMDP,
+        episodes: Episodes,
+        likelihood: str | Backend,
+        *,
+        use_contexts: bool,
+        seed: int | None = 0,
     ) -> None:
         self.backend = as_backend(likelihood)
+        self.seed = seed
         self.names = [one.name for one in learnable(model)]
         self.copy = in_double_precision(constant_copy(model, self.names))
         self.episodes = episodes
@@ -122,20 +140,57 @@ class Objective:
         """The same, and its gradient by each of them."""
         with torch.enable_grad():
             value, gradient = self._sum({name: x.detach().clone().requires_grad_() for name, x in at.items()})
+        self._require_finite(at, gradient)
+        return value, gradient
+
+    def scores(self, at: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
+        """The log-likelihood of every episode, `[B]`, and its gradient by all parameters, `[B, P]`."""
+        at = {name: x.detach().clone().requires_grad_() for name, x in at.items()}
+        values, scores = [], []
+        with torch.enable_grad():
+            for value in self._batches(at, seed):
+                weights = torch.ones_like(value).requires_grad_()
+                found = torch.autograd.grad(
+                    value, list(at.values()), weights, create_graph=True, materialize_grads=True
+                )
+                # Linear in the weights: its derivatives by them are those of the episodes.
+                totals = torch.cat([x.reshape(-1) for x in found])  # [P]
+                columns = [
+                    torch.autograd.grad(total, weights, retain_graph=True, materialize_grads=True)[0]
+                    for total in totals
+                ]
+                values.append(value.detach())
+                scores.append(torch.stack(columns, -1))
+        columns = torch.cat(scores).split([x.numel() for x in at.values()], -1)
+        self._require_finite(at, dict(zip(at, columns, strict=True)))
+        return torch.cat(values), torch.cat(scores)
+
+    def _require_finite(self, at: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> None:
         for name, slope in gradient.items():
             if not bool(torch.isfinite(slope).all()):
                 raise DensityError(
                     f"{self.backend.name}: the log-likelihood has no finite gradient by '{name}' "
                     f"at {at[name].tolist()} (a root or logarithm of 0 in a program, perhaps)"
                 )
-        return value, gradient
 
     def _sum(self, at: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        set_constants(self.copy, at)
         leaves = [x for x in at.values() if x.requires_grad]
         total = torch.zeros((), dtype=torch.float64)
         gradients = [torch.zeros_like(x) for x in leaves]
-        with _computing(self.copy):
+        for values in self._batches(at, self.seed):
+            value = values.sum()
+            if leaves and value.requires_grad:
+                found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+                for gradient, one in zip(gradients, found, strict=True):
+                    if one is not None:
+                        gradient += one
+            total += value.detach()
+        return total, dict(zip(at, gradients, strict=True)) if leaves else {}
+
+    def _batches(self, at: Mapping[str, Tensor], seed: int | None) -> Iterator[Tensor]:
+        """The log-likelihoods of some episodes after others, with their graph."""
+        set_constants(self.copy, at)
+        with _computing(self.copy, seed):
             recursion = differentiable(self.backend, self.copy)
             require_same_sites(recursion, self.episodes)
             size = episodes_with_graph(recursion, self.episodes.horizon)
@@ -144,19 +199,12 @@ class Objective:
                 some = self.episodes[start : start + size] if size < len(self.episodes) else self.episodes
                 known = None if self.contexts is None else self.contexts[start : start + size]
                 per_context = log_likelihoods(recursion, some, start)  # [B, C]
-                value = marginal(per_context, log_prior, known, start).sum()
-                if leaves and value.requires_grad:
-                    found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
-                    for gradient, one in zip(gradients, found, strict=True):
-                        if one is not None:
-                            gradient += one
-                total += value.detach()
-        return total, dict(zip(at, gradients, strict=True)) if leaves else {}
+                yield marginal(per_context, log_prior, known, start)
 
 
 @contextmanager
-def _computing(model: CPOMDP) -> Iterator[None]:
-    with isolated(0), poutine.block(), model.running(), double_precision(), warnings.catch_warnings():
+def _computing(model: CPOMDP, seed: int | None) -> Iterator[None]:
+    with isolated(seed), poutine.block(), model.running(), double_precision(), warnings.catch_warnings():
         # Backends look at numbers to find out whether something is wrong, graph or not.
         warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
         yield

@@ -16,7 +16,9 @@ from cpomdp_ppl.errors import (
     require_count,
     require_number,
 )
-from cpomdp_ppl.isolation import isolated, require_seed
+from cpomdp_ppl.inference import ParticleFilter, as_backend
+from cpomdp_ppl.isolation import fresh_seed, isolated, require_seed
+from cpomdp_ppl.learning.fisher_scoring import inverse_of, settle
 from cpomdp_ppl.learning.likelihood import Objective
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, with_parameters
 
@@ -39,9 +41,11 @@ class Estimate:
         model: A copy of the model with the values for constants; see `with_parameters`.
         values: By parameter, on its own scale, float64.
         standard_errors: Of those, by the observed information and the delta method; NaN where the
-            log-likelihood is flat or not at a maximum, so that episodes do not tell the value.
-        log_likelihood: By iteration, from the start on, of the run that ended highest.
-        converged: Whether that run ended because nothing was left to gain.
+            log-likelihood is flat or not at a maximum, so that episodes do not tell the value. Of `"smc"`, by
+            the squares of scores, with what is left of the noise; NaN where noise is half of them.
+        log_likelihood: By iteration, from the start on, of the run that ended highest. Of `"smc"`, estimates:
+            too high as long as random numbers are kept, as the climb makes the best of them, too.
+        converged: Whether that run ended because nothing was left to gain, or noise alone.
         ends: Where each start led to: the last log-likelihood of each.
         unconstrained: The maximum u on the unconstrained scale, `[P]`.
         covariance: The inverse of the information there, `[P, P]`; NaN if there is none.
@@ -65,7 +69,11 @@ class Estimate:
         lines = [f"{'parameter':<{width}}  {'estimate':>12}  {'std. error':>12}"]
         for label, x, e in zip(self.labels, value, error, strict=True):
             lines.append(f"{label:<{width}}  {x:>12.5g}  {e:>12.3g}")
-        end = "converged" if self.converged else "not converged (more iterations, or a likelihood that jumps)"
+        end = (
+            "converged"
+            if self.converged
+            else "not converged (more iterations or particles, or a likelihood that jumps)"
+        )
         count = len(self.log_likelihood) - 1
         lines.append(f"log-likelihood {float(self.log_likelihood[-1]):.3f} after {count} iterations, {end}")
         if any(math.isnan(e) for e in error):
@@ -94,6 +102,15 @@ def maximum_likelihood(
     so does the likelihood of Kalman filters; the climb may then end early, which `converged` tells, and
     `"grid"` is the better choice.
 
+    For models with a discrete site in `transition` there is `"smc"`, by Fisher's identity: see
+    `log_likelihood` for what its gradient does not see. The climb is that of the others with the random
+    numbers kept, and then goes on with fresh ones, by Fisher scoring: steps are judged against their noise,
+    and filters are added until noise is a small part of the standard errors. These are by the squares of the
+    episodes' scores, which takes many more episodes than parameters, and a model that is true. Too few
+    particles bias the score by O(1/N) for N of all filters together; after many steps few of the first
+    ancestors are left, and the noise grows with the square of the length of episodes. So compare with the
+    estimate of twice the particles.
+
     Args:
         model: The CPOMDP, which is left alone, as is Pyro's param store.
         episodes: What was done and seen.
@@ -107,7 +124,7 @@ def maximum_likelihood(
             each other, and that is a maximum, too.
         initial: Values to start from, instead of the model's own, for some or all parameters.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
-        seed: Of the further starts.
+        seed: Of the further starts, and of the random numbers of `"smc"`.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -133,7 +150,9 @@ def maximum_likelihood(
     require_number("tolerance", tolerance, "a positive number", above=0)
     require_seed(seed)
     space = Unconstrained(learnable(model), initial)
-    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts)
+    noisy = isinstance(as_backend(likelihood), ParticleFilter)
+    number = fresh_seed(seed) if noisy else 0
+    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts, seed=number)
 
     def climbed(u: Tensor) -> tuple[float, Tensor]:
         """The log-likelihood at u and its gradient, `[P]`."""
@@ -145,18 +164,27 @@ def maximum_likelihood(
             (gradient,) = torch.autograd.grad(surrogate, u)
         return float(value), gradient
 
+    def scores(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """The log-likelihoods of the episodes at u, `[B]`, and their gradients, `[B, P]`."""
+        values, by_value = objective.scores(space.values(u), seed)
+        jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)
+        return values, by_value @ jacobian
+
     with isolated(seed):
         others = [space.start + torch.randn(len(space), dtype=torch.float64) for _ in range(starts - 1)]
     runs = []
-    with tqdm(total=iterations * starts, disable=not progress, desc="maximum likelihood") as bar:
-        for number, u in enumerate([space.start, *others]):
+    with tqdm(total=iterations * (starts + noisy), disable=not progress, desc="maximum likelihood") as bar:
+        for which, u in enumerate([space.start, *others]):
             try:
                 runs.append(_climb(climbed, u, iterations, learning_rate, tolerance, bar))
             except (DegenerateWeightsError, DensityError):
-                if number == 0:  # whoever draws a start at random has to live with bad ones
+                if which == 0:  # whoever draws a start at random has to live with bad ones
                     raise
-    u, series, converged = max(runs, key=lambda run: run[1][-1])
-    covariance = _covariance(climbed, u)
+        u, series, converged = max(runs, key=lambda run: run[1][-1])
+        if noisy:
+            u, at, more, converged = settle(scores, u, iterations, learning_rate, tolerance, number, bar)
+            series = series + more
+    covariance = at.covariance() if noisy else _covariance(climbed, u)
     jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)
     error = (jacobian @ covariance @ jacobian.mT).diagonal().sqrt()
     values = {name: value.detach() for name, value in space.values(u).items()}
@@ -246,16 +274,9 @@ def _line_search(
 def _covariance(function: Callable[[Tensor], tuple[float, Tensor]], u: Tensor) -> Tensor:
     """The inverse of the observed information at u, by central differences of gradients; NaN if none."""
     unit = torch.eye(len(u), dtype=u.dtype) * STEP
-    nothing = torch.full((len(u), len(u)), torch.nan, dtype=u.dtype)
     try:
         rows = [(function(u - e)[1] - function(u + e)[1]) / (2 * STEP) for e in unit]
     except (DegenerateWeightsError, DensityError):
-        return nothing
+        return torch.full_like(unit, torch.nan)
     information = torch.stack(rows)
-    information = (information + information.mT) / 2
-    scale = information.diagonal().abs().sqrt().clamp(min=1e-300)
-    correlation = information / torch.outer(scale, scale)
-    if not float(torch.linalg.eigvalsh(correlation).min()) > 1e-7 or float(scale.min()) < 1e-4:
-        return nothing
-    covariance: Tensor = torch.linalg.inv(correlation) / torch.outer(scale, scale)
-    return covariance
+    return inverse_of((information + information.mT) / 2)

@@ -162,3 +162,81 @@ class Window(CPOMDP):
 
     def reward(self, state, action, context):
         return torch.zeros(state.shape)
+
+
+class Door(CPOMDP):
+    """Two states, constants in all three programs, and a look before the first action."""
+
+    contexts, actions, horizon = 2, 2, 4
+    states = 2
+    initial_observation = True
+
+    def __init__(self):
+        super().__init__()
+        unit = constraints.unit_interval
+        self.open = PyroParam(torch.tensor(0.4), unit)
+        self.moves = PyroParam(torch.tensor([0.2, 0.35]), unit)
+        self.accuracy = PyroParam(torch.tensor(0.75), unit)
+        self.context_prior = PyroParam(torch.tensor([0.3, 0.7]), constraints.simplex)
+
+    def initial(self, context):
+        return pyro.sample("s", dist.Bernoulli(self.open)).long()
+
+    def transition(self, state, action, context):
+        changes = pyro.sample("changes", dist.Bernoulli(self.moves[context] * (0.5 + 0.5 * action)))
+        return (state + changes.long()) % 2
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Bernoulli(torch.where(state == 1, self.accuracy, 1 - self.accuracy)))
+
+    def reward(self, state, action, context):
+        return torch.zeros(state.shape)
+
+
+class ByHand(Walk):
+    """The same walk, but its sites have no constants: states are functions of them."""
+
+    def transition(self, state, action, context):
+        return state + self.q.sqrt() * pyro.sample("epsilon", dist.Normal(0.0, 1.0))
+
+
+class Gauge(Walk):
+    """A reading that depends on another one, the temperature, which may not have been taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.warmth = PyroParam(torch.tensor(0.6))
+        self.drift = PyroParam(torch.tensor(0.8))
+        self.spread = positive(0.7)
+
+    def observation(self, state, action, context):
+        warm = pyro.sample("warm", dist.Normal(self.warmth, self.spread).mask(action == 1))
+        pyro.sample("z", dist.Normal(state + self.drift * warm, self.variance.sqrt()))
+
+
+class Cart(CPOMDP):
+    """Place, speed and grip; wheels slip at times, and the push is lost. Speed is not seen."""
+
+    contexts, actions, horizon = 2, 2, 10
+
+    def __init__(self, slip=0.3, push=1.0, variance=0.2):
+        super().__init__()
+        self.slip = PyroParam(torch.tensor(slip), constraints.unit_interval)
+        self.push = PyroParam(torch.tensor(push))
+        self.variance = positive(variance)
+
+    def initial(self, context):
+        return {"x": torch.zeros(()), "v": pyro.sample("v", dist.Normal(0.0, 0.3)), "worn": torch.zeros(())}
+
+    def transition(self, state, action, context):
+        slips = pyro.sample("slips", dist.Bernoulli(self.slip.expand(context.shape)))
+        force = self.push * (2 * action - 1) * (1 - slips) * (1 + 0.5 * context)
+        v = pyro.sample("v", dist.Normal(0.8 * state["v"] + force, 0.2))
+        worn = state["worn"] + 0.1 * slips
+        return {"x": state["x"] + 0.5 * v, "v": v, "worn": worn}
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state["x"] - state["worn"], self.variance.sqrt()))
+
+    def reward(self, state, action, context):
+        return -state["x"].square()

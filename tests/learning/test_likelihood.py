@@ -150,8 +150,6 @@ def test_refusals():
     with pytest.raises(ValueError, match="PyroParam"):
         log_likelihood(LightDark(3), episodes)
     learnt = LightDark(3, light_variance=positive(2.0))
-    with pytest.raises(ValueError, match=r'likelihood: expected .*"ekf".*got "smc"'):
-        log_likelihood(learnt, episodes, "smc")
     with pytest.raises(ValueError, match="use_contexts"):
         log_likelihood(learnt, replace(episodes, contexts=None), use_contexts=True)
     with pytest.raises(ValueError, match=r"episodes\.contexts"):

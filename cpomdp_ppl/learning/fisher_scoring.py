@@ -1,0 +1,124 @@
+"""Climbing a likelihood that is known by noisy scores: Newton's steps, judged against the noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.isolation import seed_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOISE = 0.02
+"""The variance of the estimate by random numbers, as a part of that by episodes, that is good enough."""
+
+MOST_FILTERS = 128
+"""For one step, at the most."""
+
+Scores: TypeAlias = "Callable[[Tensor, int], tuple[Tensor, Tensor]]"
+"""From u and a seed to the log-likelihood of every episode, `[B]`, and its score, `[B, P]`."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What R filters with random numbers of their own say at a point.
+
+    Attributes:
+        value: The logarithm of their mean likelihood.
+        gradient: Its gradient, `[P]`.
+        noise: The covariance of that gradient by random numbers, `[P, P]`.
+        squares: `Σ_b s_b s_bᵀ` of the mean scores of episodes, `[P, P]`; less the noise, the information.
+    """
+
+    value: float
+    gradient: Tensor
+    noise: Tensor
+    squares: Tensor
+
+    def covariance(self) -> Tensor:
+        """Of an estimate one step from here, `[P, P]`; NaN if there is no more than noise in some direction.
+
+        The inverse of the information, in which what noise adds to the squares is taken off, and what noise
+        adds to the step.
+        """
+        inverse = inverse_of(self.squares - self.noise)
+        if bool(inverse_of(self.squares - 2 * self.noise).isnan().any()):
+            return torch.full_like(inverse, torch.nan)
+        return inverse + inverse @ self.noise @ inverse
+
+
+def scored(scores: Scores, u: Tensor, seeds: list[int]) -> Scored:
+    """Ask filters for the scores at u, one for each seed.
+
+    Each counts by the likelihood that it found, as if all were one filter of as many particles together: the
+    score of one is biased, because it does not go with its likelihood, and this is less so.
+    """
+    found = [scores(u, seed) for seed in seeds]
+    R = len(found)
+    log_z = torch.stack([value for value, _ in found])  # [R, B]
+    each = torch.stack([score for _, score in found])  # [R, B, P]
+    weights = log_z.softmax(0)[..., None]
+    mean = (weights * each).sum(0)
+    off = (weights * (each - mean)).flatten(0, 1)
+    value = (log_z.logsumexp(0) - math.log(R)).sum()
+    return Scored(float(value), mean.sum(0), off.mT @ off * (R / (R - 1)), mean.mT @ mean)
+
+
+def settle(
+    scores: Scores,
+    u: Tensor,
+    iterations: int,
+    longest: float,
+    tolerance: float,
+    seed: int,
+    bar: Any,
+) -> tuple[Tensor, Scored, list[float], bool]:
+    """Fisher scoring with fresh random numbers for every step.
+
+    Where a step promises no more than its noise does, the filters are doubled, until noise is a small part of
+    the standard errors.
+
+    Returns:
+        Where it ended, what was known there, values by iteration, and whether noise is all that was left.
+    """
+    R, series = 2, []
+    for k in range(iterations):
+        at = scored(scores, u, [seed_for(seed, k, r) for r in range(R)])
+        inverse = pseudo_inverse(at.squares)
+        step = inverse @ at.gradient
+        promised, by_noise = 0.5 * float(at.gradient @ step), 0.5 * float((inverse * at.noise).sum())
+        series.append(at.value)
+        bar.update()
+        bar.set_postfix(log_likelihood=f"{at.value:.3f}")
+        u = u + step * min(1.0, longest / max(float(step.norm()), 1e-300))
+        if promised <= tolerance + 3 * by_noise:
+            if 2 * by_noise <= NOISE * len(u):
+                bar.update(iterations - k - 1)
+                return u, at, series, True
+            if R == MOST_FILTERS:
+                bar.update(iterations - k - 1)
+                break
+            R *= 2
+    return u, at, series, False
+
+
+def pseudo_inverse(matrix: Tensor) -> Tensor:
+    """Of a matrix of squares, whatever the units; what has no squares at all has no inverse."""
+    scale = matrix.diagonal().sqrt().clamp(min=1e-150)
+    inverse: Tensor = torch.linalg.pinv(matrix / torch.outer(scale, scale), rtol=1e-7, hermitian=True)
+    return inverse / torch.outer(scale, scale)
+
+
+def inverse_of(information: Tensor) -> Tensor:
+    """Of the information about u, if it is positive in all directions; NaN otherwise."""
+    scale = information.diagonal().abs().sqrt().clamp(min=1e-300)
+    correlation = information / torch.outer(scale, scale)
+    if not float(torch.linalg.eigvalsh(correlation).min()) > 1e-7 or float(scale.min()) < 1e-4:
+        return torch.full_like(information, torch.nan)
+    covariance: Tensor = torch.linalg.inv(correlation) / torch.outer(scale, scale)
+    return covariance
