@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -16,8 +17,7 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.context import entropy, one_prior, weighted_strata
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference import as_backend, reference_backend
-from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
 from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers, stays_here
 from cpomdp_ppl.policy import as_policy
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.choice import Follow
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
     from cpomdp_ppl.progress import Bar, Progress
 
+
+UNSURE = 0.1
+"""Standard error of contexts' probabilities, beyond which there is a warning."""
 
 PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
@@ -359,13 +363,13 @@ def _evaluate(
     size = require_count("batch_size", batch_size)
     require_workers(workers)
     p = one_prior(prior, model)
-    backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
+    follow = follow_by(model, likelihood)
     root = np.random.SeedSequence(seed)
     parts = -(-B // size)
     contexts, weights = weighted_strata(p, B, root.spawn(1)[0])
     given = None if prior is None else p
     tasks = [
-        (model, as_policy(policy), contexts[k::parts], given, told, backend, [int(word) for word in words])
+        (model, as_policy(policy), contexts[k::parts], given, told, follow, [int(word) for word in words])
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
     # The policy itself and not a copy of it: it may count what it does.
@@ -378,10 +382,12 @@ def _evaluate(
             if not here:
                 shown.update(len(outcome[0]) * model.horizon)
     outcomes = [by_part[k] for k in range(parts)]
-    c, returns, last = (
-        torch.cat(series).cpu() for series in zip(*[outcome[:3] for outcome in outcomes], strict=True)
+    c, returns, last, unsure = (
+        torch.cat(series).cpu() for series in zip(*[outcome[:4] for outcome in outcomes], strict=True)
     )
-    seconds = sum(outcome[3] for outcome in outcomes)
+    seconds = sum(outcome[4] for outcome in outcomes)
+    backends = " and ".join(sorted({outcome[5] for outcome in outcomes}))
+    _warn_if_unsure(float(unsure.square().mean().sqrt()), backends)
 
     each = PerEpisode(
         contexts=c,
@@ -405,7 +411,7 @@ def _evaluate(
         identified=identified.mean,
         regret=None if best is None else each.mean(best.to(returns)[c] - returns),
         seconds_per_decision=seconds / (B * model.horizon),
-        likelihood=backend.name,
+        likelihood=backends,
         identified_error=identified.standard_error,
         informed_return=None if bound is None else float((p * bound.to(p)).sum()),
         unplayed=float(p[torch.bincount(c, minlength=len(p)) == 0].sum()),
@@ -413,25 +419,37 @@ def _evaluate(
     )
 
 
-Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor | None, bool, Backend, list[int]]"
-Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, float]"
-"""Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]`, and seconds spent on decisions."""
+def _warn_if_unsure(error: float, likelihood: str) -> None:
+    if error > UNSURE:
+        warnings.warn(
+            f"probabilities of contexts by {likelihood} have standard errors of {error:.2f}: H(C|Y) and how "
+            "often the context is identified rest on noise. Use a ParticleFilter with more particles as "
+            "`likelihood`, or another backend",
+            stacklevel=5,
+        )
+
+
+Task: TypeAlias = "tuple[CPOMDP, Policy, Tensor, Tensor | None, bool, Follow, list[int]]"
+Outcome: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, float, str]"
+"""Contexts `[B]`, returns `[B]`, posterior at the end `[B, C]` and its standard error `[B]`, seconds spent on
+decisions, and the name of the backend."""
 
 
 def _play(task: Task, shown: Bar | None = None) -> Outcome:
-    model, policy, contexts, prior, told, backend, seeds = task
+    model, policy, contexts, prior, told, follow, seeds = task
     watched = Watched(policy, seeds[1], shown)
     believed = one_hot(contexts, model.num_contexts).double() if told else prior
     episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=seeds[0])
     if shown is not None:
         shown.set_postfix_str("context posteriors")
-    filtering = filtered(backend, model, episodes, prior=prior, seed=seeds[2], moments=False)
+    filtering, backend = follow(model, episodes, prior=prior, seed=seeds[2])
     if shown is not None:
         shown.set_postfix_str("", refresh=False)
     assert episodes.contexts is not None
     assert episodes.returns is not None
     last = filtering.posterior(prior)[:, -1]  # [B, C]
-    return episodes.contexts, episodes.returns.double(), last, watched.seconds
+    error = filtering.posterior_error(prior)
+    return episodes.contexts, episodes.returns.double(), last, error, watched.seconds, backend.name
 
 
 class Watched:

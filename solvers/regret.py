@@ -26,7 +26,7 @@ from tqdm import tqdm
 from cpomdp_ppl.arrays import as_indices, as_tensor
 from cpomdp_ppl.context import entropy, one_prior
 from cpomdp_ppl.errors import rejected, require, require_count, require_model, require_number
-from cpomdp_ppl.inference import as_backend, reference_backend
+from cpomdp_ppl.inference.choice import follow_by
 from solvers import exact as exactly
 from solvers.bound import XI, Bound, estimate_eta, reward_bound, smallest_xi
 from solvers.exact import MAX_HISTORIES
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.choice import Follow
 
 __all__ = [
     "XI",
@@ -222,9 +223,9 @@ def decompose(
             highest = (distinct * policy_values(model, best, distinct, **by_histories).values).sum(-1)
         highest_error = delta_error = torch.zeros_like(highest)
     else:
-        backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
+        follow = follow_by(model, likelihood)
         mine, highest, highest_error, delta_error = _by_playing(
-            model, policy, best, distinct, E, backend, max_beliefs, batch_size, seed, progress
+            model, policy, best, distinct, E, follow, max_beliefs, batch_size, seed, progress
         )
 
     true = c[:, None].expand(R, K).reshape(-1)  # [R K]
@@ -282,7 +283,7 @@ def _by_playing(
     best: PolicyLike | None,
     priors: Tensor,
     num_episodes: int,
-    backend: Backend,
+    follow: Follow,
     max_beliefs: int,
     batch_size: int,
     seed: int | None,
@@ -291,7 +292,7 @@ def _by_playing(
     """Values of a policy from every prior, the maximum of `V̄` `[N]`, and the errors of it and of Δ."""
     mine, highest, highest_error, delta_error = [], [], [], []
     for some, part_seed in in_parts(priors, num_episodes, batch_size, seed, progress):
-        returns, gained = sampled(model, policy, some, num_episodes, backend, part_seed)
+        returns, gained = sampled(model, policy, some, num_episodes, follow, part_seed)
         mine.append(summarised(returns, gained, some))
         if best is None:
             highest.append(_highest(model, some, max_beliefs, progress=False))

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import rejected, require, require_count, require_model
 from cpomdp_ppl.evaluation import Watched
-from cpomdp_ppl.inference import as_backend, reference_backend
-from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.simulate import simulate
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.choice import Follow
 
 EPISODES_AT_ONCE = 20_000
 """How many episodes are played side by side, unless asked otherwise."""
@@ -112,10 +112,10 @@ def policy_values(
     E = require_episodes(num_episodes)
     if exact:
         return _exact_values(model, policy, p, max_histories, progress)
-    backend = reference_backend(model) if likelihood is None else as_backend(likelihood)
+    follow = follow_by(model, likelihood)
     distinct, number = merged(p, DECIMALS)
     parts = [
-        summarised(*sampled(model, policy, some, E, backend, part_seed), some)
+        summarised(*sampled(model, policy, some, E, follow, part_seed), some)
         for some, part_seed in in_parts(distinct, E, batch_size, seed, progress)
     ]
     return PolicyValues(*(torch.cat(series)[number] for series in zip(*parts, strict=True)))
@@ -162,7 +162,7 @@ def returns_of(episodes: Episodes) -> Tensor:
 
 
 def sampled(
-    model: CPOMDP, policy: PolicyLike, priors: Tensor, num_episodes: int, backend: Backend | None, seed: int
+    model: CPOMDP, policy: PolicyLike, priors: Tensor, num_episodes: int, follow: Follow | None, seed: int
 ) -> tuple[Tensor, Tensor | None]:
     """Play a policy from every prior in every context.
 
@@ -174,7 +174,7 @@ def sampled(
         policy: Who acts.
         priors: `[N, C]`.
         num_episodes: How many E for each prior and context.
-        backend: For posteriors; None to not compute them.
+        follow: For posteriors; None to not compute them.
         seed: Of everything random.
 
     Returns:
@@ -186,12 +186,12 @@ def sampled(
     contexts = torch.arange(C)[None, :, None].expand(shape).reshape(-1)
     episodes = played(model, policy, believed, contexts, seed)
     returns = returns_of(episodes).reshape(shape)
-    if backend is None:
+    if follow is None:
         return returns, None
     # A context that the prior excludes has no weight, but its episodes may be impossible under the prior.
     true = believed.gather(1, contexts[:, None])  # [B, 1]
     before = torch.where(true > 0, believed, 1 / C)
-    filtering = filtered(backend, model, episodes, prior=before, seed=seed_for(seed, FILTER), moments=False)
+    filtering, backend = follow(model, episodes, prior=before, seed=seed_for(seed, FILTER))
     after = filtering.log_posterior(before)[:, -1].cpu()  # [B, C]
     gained = _kl(after, before) if backend.name in NOISELESS else _log_ratio(after, before, contexts)
     return returns, gained.reshape(shape)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.observable_operator import MEMORY, ObservableOperator
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
-from cpomdp_ppl.inference.reference import result_or_none
+from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.inference.reference import enough_particles, reference_backend, result_or_none, suited
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.model import CPOMDP
 
 
@@ -43,6 +50,43 @@ def default_backend(model: CPOMDP) -> Backend:
 def backend_for(model: CPOMDP, likelihood: str | Backend | None) -> Backend:
     """A backend as it is, or by its name; the model's `default_backend` if there is none."""
     return default_backend(model) if likelihood is None else as_backend(likelihood)
+
+
+class Follow(Protocol):
+    """Filters episodes of a model, without moments of the state, and says by which backend."""
+
+    def __call__(  # noqa: D102
+        self, model: CPOMDP, episodes: Episodes, *, prior: Tensor | None, seed: int | None
+    ) -> tuple[Filtering, Backend]: ...
+
+
+def follow_by(model: CPOMDP, likelihood: str | Backend | None) -> Follow:
+    """How to filter simulated episodes of a model: as told, or by the reference backend if left out.
+
+    That is chosen by simulated episodes, too, but a policy may lead elsewhere. If it does, and the backend is
+    not exact there or refuses, the next best takes its place.
+    """
+    if likelihood is None:
+        return partial(_follow_by_reference, reference_backend(model))
+    return partial(_follow, as_backend(likelihood))
+
+
+def _follow(
+    backend: Backend, model: CPOMDP, episodes: Episodes, *, prior: Tensor | None, seed: int | None
+) -> tuple[Filtering, Backend]:
+    return filtered(backend, model, episodes, prior=prior, seed=seed, moments=False), backend
+
+
+def _follow_by_reference(
+    backend: Backend, model: CPOMDP, episodes: Episodes, *, prior: Tensor | None, seed: int | None
+) -> tuple[Filtering, Backend]:
+    backend = suited(backend, model, episodes)
+    try:
+        return _follow(backend, model, episodes, prior=prior, seed=seed)
+    except DensityError:
+        if isinstance(backend, ParticleFilter):
+            raise
+    return _follow(enough_particles(model, episodes), model, episodes, prior=prior, seed=seed)
 
 
 def _serves(backend: Backend, model: CPOMDP) -> bool:

@@ -56,6 +56,20 @@ class Filtering:
     resampled: Tensor | None = None
     standard_error: Tensor | None = None
 
+    def posterior_error(self, prior: Tensor | None = None) -> Tensor:
+        """Standard error of the last posterior, of whichever context has the largest, `[B]`; at most 1/4.
+
+        To first order that is `p (1 - p)` times the standard error e of the log-likelihood; p may be any
+        within 2 e of its log-odds, as noise makes posteriors too sure. It is zero for exact backends.
+        """
+        p = self.posterior(prior)[:, -1]  # [B, C]
+        if self.standard_error is None:
+            return torch.zeros_like(p[:, 0])
+        error = torch.where(p > 0, self.standard_error.to(p), 0.0)
+        surely = (p.logit().abs() - 2 * error).clamp(min=0)  # log-odds, where they are the least sure
+        q = torch.where(error.isinf(), 0.0, surely).sigmoid()
+        return (q * (1 - q) * error.clamp(max=1.0)).amax(1)
+
     def __repr__(self) -> str:
         B, T, C = self.increments.shape
         evidence = (self.prior.to(self.log_likelihood).log() + self.log_likelihood).logsumexp(-1).mean()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ ROUNDING = 1e-2
 STRAIGHT = 1e-4
 """How far a function may be from a straight line, as a share of its change, to count as one."""
 
+TRIALS, LOOKED_AT = 16, 256
+"""How many simulated episodes have their say, and how many of those that a policy has played."""
+
 QUICK = (1200, 2400)
 """Points of grids that are tried: one that needs more would take too long."""
 
@@ -54,6 +57,8 @@ def reference_backend(model: CPOMDP) -> Backend:
     linear with Gaussian noise of constant scale: that is tried at simulated states, and the extended and the
     unscented filter have to agree. A grid estimates its own error; it is taken for states of one number.
     All else is left to 1,024 particles, or up to 4,096 if those are unsure of the context's probability.
+    Simulated are random actions, and every action on its own. A policy may still get to other places:
+    `evaluate` looks at those, too, and goes on to the next best backend if it has to.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid
@@ -61,17 +66,66 @@ def reference_backend(model: CPOMDP) -> Backend:
         'exact'
     """
     require_model(model)
-    number = model.num_contexts * max(2, -(-16 // model.num_contexts))
-    episodes = simulate(model, RandomPolicy(model.num_actions), number, contexts="balanced", seed=0)
+    episodes = _random(model)
     if model.states is not None and result_or_none(ObservableOperator(), model, episodes) is not None:
         return ObservableOperator()
-    if _is_linear_gaussian(model, episodes):
+    if _is_linear_gaussian(model, episodes) and all(
+        _is_linear_gaussian(model, _constant(model, action)) for action in range(model.num_actions)
+    ):
         return ExtendedKalmanFilter()
+    return _without_kalman(model, episodes)
+
+
+def suited(backend: Backend, model: CPOMDP, episodes: Episodes) -> Backend:
+    """The reference backend of a model, or the next best if episodes get to where it is not exact.
+
+    Args:
+        backend: The `reference_backend`.
+        model: The CPOMDP.
+        episodes: Simulated ones: their states are known.
+    """
+    if isinstance(backend, ExtendedKalmanFilter) and not _is_linear_gaussian(model, _some(episodes)):
+        return _without_kalman(model, _random(model))
+    return backend
+
+
+def enough_particles(model: CPOMDP, episodes: Episodes) -> ParticleFilter:
+    """With so many particles that probabilities of contexts have small errors, if that is within reason."""
+    found = result_or_none(ParticleFilter(num_particles=FEWEST), model, _some(episodes, TRIALS))
+    if found is None or found.standard_error is None:
+        return ParticleFilter(num_particles=MOST)
+    unsure = float(found.posterior_error().square().mean().sqrt()) / UNSURE
+    number = FEWEST
+    while number < MOST and unsure > (number / FEWEST) ** 0.5:
+        number *= 2
+    return ParticleFilter(num_particles=number)
+
+
+def _some(episodes: Episodes, most: int = LOOKED_AT) -> Episodes:
+    return episodes[torch.linspace(0, len(episodes) - 1, min(len(episodes), most)).long()]
+
+
+def _random(model: CPOMDP) -> Episodes:
+    return _simulated(model, RandomPolicy(model.num_actions))
+
+
+def _constant(model: CPOMDP, action: int) -> Episodes:
+    return _simulated(model, lambda history: torch.full((history.num_episodes,), action, device=model.device))
+
+
+def _simulated(model: CPOMDP, policy: Any) -> Episodes:
+    """A few episodes in every context."""
+    number = model.num_contexts * max(2, -(-TRIALS // model.num_contexts))
+    return simulate(model, policy, number, contexts="balanced", seed=0)
+
+
+def _without_kalman(model: CPOMDP, episodes: Episodes) -> Backend:
+    """A grid, if it is quick enough, or particles."""
     if sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) == 1:
         for num_points in QUICK:
             if result_or_none(GridFilter(num_points), model, episodes) is not None:
                 return GridFilter()  # which may take more points, should other episodes need them
-    return ParticleFilter(num_particles=_enough_particles(model, episodes))
+    return enough_particles(model, episodes)
 
 
 def result_or_none(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filtering | None:
@@ -97,6 +151,8 @@ def _is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
     # Both may be wrong in the same way: neither sees how noise depends on the state.
     with inferring(model, 0):
         recursion = ExtendedKalmanFilter().recursion(model)
+        if not recursion.in_double:  # two filters may lose the same digits
+            return False
         return _starts_straight(recursion) and _goes_straight(recursion, episodes)
 
 
@@ -159,18 +215,3 @@ def _parabolic(values: Tensor) -> bool:
     third = torch.stack(values.double().chunk(5, -1)).diff(n=3, dim=0).abs().amax(0)  # [C, B, K]
     size = values.double().abs().amax(-1, keepdim=True)
     return bool((third <= STRAIGHT * size + 1e-6).all())
-
-
-def _enough_particles(model: CPOMDP, episodes: Episodes) -> int:
-    """So many particles that probabilities of contexts have small errors, if that is within reason."""
-    found = result_or_none(ParticleFilter(num_particles=FEWEST), model, episodes)
-    if found is None or found.standard_error is None:
-        return MOST
-    p = found.posterior()[:, -1]  # [B, C]
-    # To first order, which ends at 1: beyond, the standard error is infinite or of the right order only.
-    error = p * (1 - p) * torch.where(p > 0, found.standard_error, 0.0).clamp(max=1.0)
-    unsure = float(error.amax(1).square().mean().sqrt()) / UNSURE
-    number = FEWEST
-    while number < MOST and unsure > (number / FEWEST) ** 0.5:
-        number *= 2
-    return number

@@ -18,7 +18,7 @@ from baselines.simple import Always, ApproachObserveCommit, ContextKnown
 from cpomdp_ppl import RandomPolicy, evaluate, models, simulate
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
-from cpomdp_ppl.inference import reference_backend
+from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.isolation import isolated, seed_for
 from solvers import cids, exact
 from solvers.checkpoint import load_tensors, save_tensors
@@ -146,9 +146,8 @@ def play(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> di
     policy, _ = make_policy(model, settings["policy"], needs)
     contexts = [c for c in range(model.num_contexts) for _ in range(settings["trajectories"])]
     episodes = simulate(model, policy, len(contexts), contexts=contexts, seed=settings["seed"])
-    filtering = reference_backend(model).run(
-        model, episodes, seed=seed_for(settings["seed"], 1), moments=False
-    )
+    follow = follow_by(model, None)
+    filtering, _ = follow(model, episodes, prior=None, seed=seed_for(settings["seed"], 1))
     posterior = filtering.posterior()  # [B, T + 1, C]
     assert isinstance(episodes.states, torch.Tensor)
     return {
