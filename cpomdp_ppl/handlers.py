@@ -54,13 +54,13 @@ class Batched(Messenger):
         self._last = msg
         fn = msg["fn"]
         shape = getattr(fn, "batch_shape", self.shape)  # a plate's own message has none
-        if shape == self.shape:
-            base = base_of(fn)
-            if not isinstance(base, MixtureSameFamily):  # only `expand` makes its two parts agree in shape
-                if msg["value"] is None and not torch.is_grad_enabled():
-                    msg["value"] = draw_quickly(base)
-                return
-        if not shape and msg["value"] is None:
+        base = base_of(fn)
+        mixed = isinstance(base, MixtureSameFamily)  # only `expand` makes its two parts agree in shape
+        if shape == self.shape and not mixed:
+            if msg["value"] is None and not torch.is_grad_enabled():
+                msg["value"] = draw_quickly(base)
+            return
+        if not shape and msg["value"] is None and not mixed:
             if type(fn) is Normal and not torch.is_grad_enabled():
                 msg["value"] = draw_normal(fn, self.shape)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from cpomdp_ppl.dataflow import Dependencies
-from cpomdp_ppl.errors import ModelError
+from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.state import State, leaves, map_state, structure
@@ -133,6 +133,11 @@ def read_signature(model: CPOMDP) -> Signature:
             model.observation(state, zero, zero)
     sites = {}
     for name, site in program.sites.items():
+        if not bool(torch.as_tensor(site["scale"] == 1).all()):
+            raise UnsupportedModelError(
+                f"observation: the density of site '{name}' is scaled by {site['scale']:g} (`poutine.scale`, "
+                "or a plate that takes a sample), and what is scaled is no density of anything to be seen"
+            )
         value = site["value"]
         plates = value.shape[: value.dim() - site["fn"].event_dim]
         plates = plates if model.max_plate_nesting else torch.Size()

@@ -67,6 +67,11 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     if isinstance(fn, dist.Delta):
+        if bool((fn.log_density != 0).any()):
+            raise UnsupportedModelError(
+                f"{program}: site '{site['name']}' has a density of its own (log_density=…), which a Kalman "
+                "filter would leave out"
+            )
         return GaussianSite(fn.v, None)
     if site["is_observed"]:
         raise UnsupportedModelError(

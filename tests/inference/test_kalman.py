@@ -784,3 +784,167 @@ def test_a_discrete_site_that_was_not_seen_is_refused_if_gaussian_ones_depend_on
     episodes = simulate(Outlier(), RandomPolicy(2), 2, seed=0)
     with pytest.raises(UnsupportedModelError, match="depend on site 'outlier'"):
         backend.run(Outlier(), episodes)
+
+
+class Counter(CPOMDP):
+    """A count that depends on the sum of D numbers, which is standard normal."""
+
+    contexts, actions, horizon = 1, 1, 1
+
+    def __init__(self, D, slope):
+        super().__init__()
+        self.D, self.slope = D, slope
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(torch.zeros(self.D), 1.0).to_event(1))
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        pyro.sample("n", dist.Poisson((self.slope * state.sum(-1) / self.D**0.5).exp()))
+
+    def reward(self, state, action, context):
+        return state.sum(-1)
+
+
+@pytest.mark.parametrize("D", [1, 2, 4, 6])
+def test_counts_in_many_dimensions(backend, D):
+    """However many numbers there are, it depends on one direction; the truth is quadrature along it."""
+    counts = np.array([0, 1, 20, 300])
+    episodes = Episodes(
+        torch.zeros(4, 1).long(), {"n": torch.tensor(counts)[:, None].float()}, {"n": torch.ones(4, 1).bool()}
+    )
+    found = backend.run(Counter(D, 3.0), episodes)
+    x = np.linspace(-9, 9, 20_001)
+    weight = scipy.stats.norm.pdf(x) * scipy.stats.poisson.pmf(counts[:, None], np.exp(3 * x))  # [4, X]
+    total = weight.sum(1)
+    mean = (weight * x).sum(1) / total
+    variance = (weight * x**2).sum(1) / total - mean**2
+    np.testing.assert_allclose(found.log_likelihood[:, 0], np.log(total * (x[1] - x[0])), atol=1e-3)
+    after = found.state_mean[:, -1, 0].double()
+    np.testing.assert_allclose(after.sum(-1) / D**0.5, mean, atol=5e-3)
+    # Each number has what is left of the sum's variance, and all of what is not in the sum.
+    spread = found.state_variance[:, -1, 0].double().sum(-1)
+    np.testing.assert_allclose(spread, D - 1 + variance, atol=5e-3)
+
+
+def test_points_that_do_not_settle_a_count_are_refused(backend):
+    """At a count of 10⁹, a standard deviation is 10⁻⁵ of the belief's."""
+    episodes = Episodes(
+        torch.zeros(1, 1).long(), {"n": torch.tensor([[1e9]])}, {"n": torch.ones(1, 1).bool()}
+    )
+    with pytest.raises(DensityError, match="do not settle how likely site 'n' was"):
+        backend.run(Counter(3, 5.0), episodes)
+
+
+class Alarm(Counter):
+    """Goes off beyond a threshold, or by chance."""
+
+    contexts = 2
+
+    def observation(self, state, action, context):
+        beyond = (state.sum(-1) / self.D**0.5 > self.slope).to(state.dtype)
+        pyro.sample("n", dist.Bernoulli(torch.where(context == 0, beyond, 1e-5)))
+
+
+@pytest.mark.parametrize("threshold", [1.0, 3.5, 4.5])
+def test_a_rare_alarm_is_not_impossible(backend, threshold):
+    episodes = Episodes(torch.zeros(1, 1).long(), {"n": torch.ones(1, 1)}, {"n": torch.ones(1, 1).bool()})
+    found = backend.run(Alarm(1, threshold), episodes).log_likelihood[0]
+    np.testing.assert_allclose(found, [scipy.stats.norm.logsf(threshold), math.log(1e-5)], atol=0.01)
+
+
+def test_an_alarm_that_cannot_go_off_is(backend):
+    episodes = Episodes(torch.zeros(1, 1).long(), {"n": torch.ones(1, 1)}, {"n": torch.ones(1, 1).bool()})
+    found = backend.run(Alarm(1, 1e6), episodes).log_likelihood[0]
+    assert found[0] == -math.inf
+    assert found[1] == pytest.approx(math.log(1e-5))
+
+
+class Pair(CPOMDP):
+    """Two unknown numbers that hardly differ: covariances need more digits than float32 has."""
+
+    contexts, actions, horizon, near, sensor = 2, 1, 3, (0.1, 0.2), 0.02
+
+    def initial(self, context):
+        a = pyro.sample("a", dist.Normal(0.0, 100.0))
+        return {"a": a, "b": pyro.sample("b", dist.Normal(a, torch.tensor(self.near)[context]))}
+
+    def transition(self, state, action, context):
+        return state
+
+    def observation(self, state, action, context):
+        for name, value in state.items():
+            pyro.sample(f"z_{name}", dist.Normal(value, self.sensor))
+
+    def reward(self, state, action, context):
+        return state["a"]
+
+
+def test_numbers_that_hardly_differ(backend):
+    episodes = simulate(Pair(), RandomPolicy(1), 20, contexts="balanced", seed=0)
+    z = torch.stack([episodes.observations["z_a"], episodes.observations["z_b"]], -1)  # [B, T, 2]
+    expected = []
+    for near in Pair.near:
+        one = np.ones((6, 6))  # of a at all times, and b
+        of_b = np.kron(np.ones((3, 3)), np.diag([0.0, 1.0]))
+        covariance = 100.0**2 * one + near**2 * of_b + Pair.sensor**2 * np.eye(6)
+        expected.append(scipy.stats.multivariate_normal.logpdf(z.reshape(20, 6).double(), cov=covariance))
+    found = backend.run(Pair(), episodes).log_likelihood
+    np.testing.assert_allclose(found, np.stack(expected, 1), atol=1e-3)
+
+
+class Insists(Walk):
+    """Has numbers of single precision, whatever the default, which do not mix with others."""
+
+    def observation(self, state, action, context):
+        weights = torch.ones(1, 1, dtype=torch.float32)
+        pyro.sample("z", dist.Normal((state[..., None, None] @ weights)[..., 0, 0], 0.5))
+
+
+def test_programs_that_insist_on_single_precision(backend):
+    class Plain(Walk):
+        def observation(self, state, action, context):
+            pyro.sample("z", dist.Normal(state, 0.5))
+
+    episodes = simulate(Insists(), RandomPolicy(2), 10, seed=0)
+    found, expected = (backend.run(model, episodes).log_likelihood for model in (Insists(), Plain()))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+class Weighty(Walk):
+    def observation(self, state, action, context):
+        pyro.sample("d", dist.Delta(state, log_density=torch.tensor(-1.0)))
+
+
+def test_a_delta_with_a_density_of_its_own_is_refused(backend):
+    with pytest.raises(UnsupportedModelError, match="site 'd' has a density of its own"):
+        backend.run(Weighty(), simulate(Weighty(), RandomPolicy(2), 2, seed=0))
+
+
+class Tagged(Walk):
+    """What is detected may be tagged, and shows where it is."""
+
+    def observation(self, state, action, context):
+        detected = pyro.sample("detected", dist.Bernoulli(torch.sigmoid(state)))
+        pyro.sample("tagged", dist.Bernoulli(0.3 + 0.4 * context).mask(detected == 1))
+
+
+def test_a_gate_that_is_missing_from_the_record(backend):
+    """That it was tagged says that it was detected."""
+    ones = torch.ones(2, 1)
+    episodes = Episodes(
+        torch.zeros(2, 1).long(),
+        {"detected": 0 * ones, "tagged": ones},
+        {"detected": torch.zeros(2, 1).bool(), "tagged": ones.bool()},
+    )
+
+    class Once(Tagged):
+        horizon = 1
+
+    found = backend.run(Once(), episodes).log_likelihood
+    known = Episodes(
+        episodes.actions, {"detected": ones, "tagged": ones}, {"detected": ones.bool(), "tagged": ones.bool()}
+    )
+    np.testing.assert_allclose(found, backend.run(Once(), known).log_likelihood, atol=1e-6)

@@ -10,13 +10,14 @@ import math
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import bernoulli, multivariate_normal, norm, poisson
 
 from cpomdp_ppl import CPOMDP, Episodes, evaluate
-from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.backend import inferring
@@ -82,6 +83,19 @@ class OnlyAfterOne(Still):
         return logsumexp([norm.logpdf(z, shift * k, 1) for k in range(3)], b=[0.5, 0.3, 0.2])
 
 
+class Blend(Still):
+    """The weights of a mixture depend on a site that is hidden, its components do not."""
+
+    def observation(self, state, action, context):
+        k = pyro.sample("k", dist.Bernoulli(0.3).mask(False))
+        weights = dist.Categorical(torch.stack([0.2 + 0.5 * k, 0.8 - 0.5 * k], -1))
+        pyro.sample("z", dist.MixtureSameFamily(weights, dist.Normal(torch.tensor([0.0, 4.0]), 1.0)))
+
+    def truth(self, z, c, a):
+        first = 0.7 * 0.2 + 0.3 * 0.7
+        return logsumexp([norm.logpdf(z, 0, 1), norm.logpdf(z, 4, 1)], b=[first, 1 - first])
+
+
 def seen(z, action=0, **hidden):
     """An episode for every z, in each of which some sites were not observed."""
     B = len(z)
@@ -96,6 +110,7 @@ DISCRETE = [
     (Outliers, "outlier", torch.float32),
     (Glitches, "glitch", torch.float32),
     (OnlyAfterOne, "slip", torch.long),
+    (Blend, "k", torch.float32),
 ]
 
 
@@ -345,3 +360,46 @@ def test_a_distribution_that_keeps_its_parameters_in_functions():
     episodes = Episodes(torch.zeros(3, 1).long(), values, {"gust": ~flags, "z": flags})
     found = ParticleFilter(4).run(model, episodes, seed=0).log_likelihood
     np.testing.assert_allclose(found[:, 0], [model.truth(float(each)) for each in z], rtol=1e-4)
+
+
+class Gate(CPOMDP):
+    """A detector that is missing from the record, though what it let through is there."""
+
+    contexts, actions, horizon = 2, 1, 1
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, 0.5))
+
+    def observation(self, state, action, context):
+        detected = pyro.sample("detected", dist.Bernoulli(0.3 + 0.5 * context))
+        pyro.sample("z", dist.Normal(state, 0.5).mask(detected == 1))
+
+    def reward(self, state, action, context):
+        return state
+
+
+def test_looking_ahead_past_a_gate_that_is_missing():
+    """That something was let through says that the gate was open; within 4 standard errors."""
+    z = Z[:2]
+    found = ParticleFilter(2000, guide="ekf").run(Gate(), seen(z, detected=torch.float32), seed=0)
+    expected = np.log([0.3, 0.8]) + norm.logpdf(z[:, None], 0, math.sqrt(1.5))
+    assert (np.abs(found.log_likelihood.numpy() - expected) < 4 * found.standard_error.numpy() + 1e-4).all()
+
+
+@pytest.mark.parametrize("scaled", ["handler", "plate"])
+def test_scaled_densities_are_refused(scaled):
+    class Scaled(Still):
+        max_plate_nesting = int(scaled == "plate")
+
+        def observation(self, state, action, context):
+            scale = pyro.plate("some", 4, 2) if scaled == "plate" else poutine.scale(scale=0.5)
+            with scale:
+                pyro.sample("z", dist.Normal(1.0 * context, 1.0))
+
+    with pytest.raises(UnsupportedModelError, match="the density of site 'z' is scaled"):
+        ParticleFilter().run(Scaled(), seen(Z))
+    with pytest.raises(ModelError, match=r"site 'z' is scaled|outside of `pyro.sample`"):
+        Scaled().check()

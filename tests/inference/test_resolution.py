@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import numpy as np
 import pyro
@@ -11,9 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
+from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, evaluate, simulate
 from cpomdp_ppl.errors import ResolutionError, UnsupportedModelError
-from cpomdp_ppl.inference import GridFilter, reference_backend
+from cpomdp_ppl.inference import GridFilter, ParticleFilter, reference_backend
 from cpomdp_ppl.inference.backend import inferring, steps
 
 TOLERANCE = GridFilter().tolerance
@@ -291,14 +292,102 @@ class Angle(Drift):
         pyro.sample("z", dist.Normal(state.square().sum(-1).sqrt(), self.sensor))
 
 
+class Surveyed(Drift):
+    """Linear, but for a first look whose noise depends on the state."""
+
+    initial_observation = True
+
+    def observation(self, state, action, context):
+        noise = state.abs() + 0.1 if action is None else torch.tensor(self.sensor)
+        pyro.sample("z", dist.Normal(state, noise).to_event(1))
+
+
+class Corridor(Drift):
+    """Steps to the left or right; beyond 4 the sensor shows waves, or beyond -4 and 4."""
+
+    actions, horizon, contexts = 3, 6, 2
+
+    def __init__(self, both: bool):
+        super().__init__(0.1, 0.2)
+        self.both = both
+
+    def transition(self, state, action, context):
+        step = (1.0 + 0.1 * context) * (torch.as_tensor(action) - 1)
+        return pyro.sample("x", dist.Normal(state + step[..., None], self.process).to_event(1))
+
+    def observation(self, state, action, context):
+        far = state.abs() if self.both else state
+        mean = torch.where(far > 4, 4 + torch.sin(4 * state), state)
+        pyro.sample("z", dist.Normal(mean, self.sensor).to_event(1))
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(Volatile(0.5, 1.0), "grid"), (Growing(0.5, 1.0), "grid"), (Angle(0.3, 0.3, d=2), "smc")],
+    [
+        (Volatile(0.5, 1.0), "grid"),
+        (Growing(0.5, 1.0), "grid"),
+        (Angle(0.3, 0.3, d=2), "smc"),
+        (Surveyed(0.5, 1.0), "grid"),
+        (Corridor(both=False), "grid"),
+    ],
 )
 def test_where_it_is_not_something_else_is(model, name):
     state = torch.get_rng_state()
     assert reference_backend(model).name == name
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Hidden(Drift):
+    """Linear wherever constant and random actions lead: only who goes right after waiting gets beyond 9."""
+
+    actions, horizon, contexts = 2, 10, 2
+
+    def initial(self, context):
+        return {"x": pyro.sample("x", dist.Normal(0.0, 0.1)), "charge": torch.zeros_like(context) * 1.0}
+
+    def transition(self, state, action, context):
+        waits = (torch.as_tensor(action) == 0).to(state["x"].dtype)
+        charge = state["charge"] * waits + waits  # steps waited in a row
+        step = (1 - waits) * state["charge"] * 2
+        return {"x": pyro.sample("x", dist.Normal(state["x"] + step + 0.1 * context, 0.1)), "charge": charge}
+
+    def observation(self, state, action, context):
+        x = state["x"]
+        pyro.sample("z", dist.Normal(torch.where(x > 9, 9 + torch.sin(4 * x), x), 0.2))
+
+    def reward(self, state, action, context):
+        return state["x"]
+
+
+def test_a_policy_may_get_to_where_the_reference_is_not_exact(monkeypatch):
+    """Here random actions never get there; a policy does, and a Kalman filter would not serve it."""
+    model = Hidden(0.1, 0.2)
+    monkeypatch.setattr("cpomdp_ppl.inference.reference._random", lambda model: _still(model))
+    assert reference_backend(model).name == "ekf"
+
+    def leap(history):
+        return torch.full((history.num_episodes,), int(history.time == 7))
+
+    found = evaluate(model, leap, 40, seed=0)
+    assert found.likelihood == "smc"
+    assert evaluate(model, _still_policy, 40, seed=0).likelihood == "ekf"
+
+
+def _still_policy(history):
+    return torch.zeros(history.num_episodes, dtype=torch.long)
+
+
+def _still(model):
+    return simulate(model, _still_policy, 16, contexts="balanced", seed=0)
+
+
+def test_an_evaluation_by_too_few_particles_says_so():
+    model = Angle(0.3, 0.01, d=2)
+    with pytest.warns(UserWarning, match="probabilities of contexts by smc have standard errors of"):
+        evaluate(model, RandomPolicy(1), 40, likelihood=ParticleFilter(32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(Angle(0.3, 3.0, d=2), RandomPolicy(1), 40)
 
 
 def test_more_particles_where_few_are_unsure():
