@@ -190,7 +190,7 @@ class LookAhead(Bootstrap):
             noise = torch.zeros((*batch, E), dtype=first.dtype, device=first.device, requires_grad=True)
             with Reparameterised("transition", self.own, noise):
                 moved = self.model.transition(repeated, action, self.context)
-            with _Unchecked(seen, self.signature, batch, self.discrete) as sensed:
+            with _LookedAt(seen, self.signature, batch, self.discrete) as sensed:
                 self.model.observation(self.signature.broadcast(moved, batch), action, self.context)
             mean = torch.cat(sensed.means, -1).reshape(C, B, N, m, m)
             jacobian = None
@@ -209,8 +209,19 @@ class LookAhead(Bootstrap):
         )
 
 
-class _Unchecked(Sensed):
-    """A proposal may rest on anything: whether it can have been seen shows where particles are weighted."""
+class _LookedAt(Sensed):
+    """What a proposal rests on. Whether it can have been seen shows where particles are weighted.
+
+    What depends on a hidden site is passed over: taken for surer than it is, it would make proposals narrow,
+    and their weights wild.
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        before = len(self.observed)
+        super()._pyro_sample(msg)
+        parents = self.signature.dependencies.parents.get(msg["name"], frozenset())
+        if len(self.observed) > before and not self.hidden.isdisjoint(parents):
+            self.observed[-1] = torch.zeros_like(self.observed[-1])
 
     def possible(self, name: str, mask: Tensor | bool, observed: Tensor | None) -> None:
         """Everywhere."""

@@ -403,3 +403,29 @@ def test_scaled_densities_are_refused(scaled):
         ParticleFilter().run(Scaled(), seen(Z))
     with pytest.raises(ModelError, match=r"site 'z' is scaled|outside of `pyro.sample`"):
         Scaled().check()
+
+
+class Relayed(Gate):
+    """What is seen is relayed by a site that is not, with noise of its own."""
+
+    horizon = 3
+
+    def observation(self, state, action, context):
+        relay = pyro.sample("detected", dist.Normal(state, 1.5).mask(False))
+        pyro.sample("z", dist.Normal(relay, 0.1))
+
+
+def test_looking_ahead_does_not_trust_what_a_hidden_site_relays():
+    """Over 500 runs the likelihood is right, within 4 standard errors of the mean."""
+    z = np.array([2.0, -1.5, 2.5])
+    B = 500
+    episodes = Episodes(
+        torch.zeros(B, 3).long(),
+        {"detected": torch.zeros(B, 3), "z": torch.tensor(z).float().expand(B, 3)},
+        {"detected": torch.zeros(B, 3).bool(), "z": torch.ones(B, 3).bool()},
+    )
+    covariance = 1 + 0.25 * np.minimum.outer([1, 2, 3], [1, 2, 3]) + (1.5**2 + 0.1**2) * np.eye(3)
+    found = ParticleFilter(64, guide="ekf").run(Relayed(), episodes, seed=0).log_likelihood[:, 0]
+    ratio = np.exp(found.numpy() - multivariate_normal.logpdf(z, cov=covariance))
+    assert abs(ratio.mean() - 1) < 4 * ratio.std() / math.sqrt(B)
+    assert ratio.std() < 1
