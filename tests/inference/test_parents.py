@@ -425,7 +425,7 @@ def test_looking_ahead_does_not_trust_what_a_hidden_site_relays():
         {"detected": torch.zeros(B, 3).bool(), "z": torch.ones(B, 3).bool()},
     )
     covariance = 1 + 0.25 * np.minimum.outer([1, 2, 3], [1, 2, 3]) + (1.5**2 + 0.1**2) * np.eye(3)
-    found = ParticleFilter(64, guide="ekf").run(Relayed(), episodes, seed=0).log_likelihood[:, 0]
+    found = ParticleFilter(512, guide="ekf").run(Relayed(), episodes, seed=0).log_likelihood[:, 0]
     ratio = np.exp(found.numpy() - multivariate_normal.logpdf(z, cov=covariance))
     assert abs(ratio.mean() - 1) < 4 * ratio.std() / math.sqrt(B)
     assert ratio.std() < 1
