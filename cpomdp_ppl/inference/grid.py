@@ -14,6 +14,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelError, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.cells import SCAN, SHARERS, Grid, jump_along, jumps_of
@@ -25,11 +26,10 @@ from cpomdp_ppl.inference.enumeration import (
 )
 from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion, smoothed_at_once
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
-from cpomdp_ppl.inference.trials import Probes, probes_of, reached, require_real_numbers, simulated
+from cpomdp_ppl.inference.trials import Probes, made_up, probes_of, reached, require_real_numbers, simulated
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
@@ -56,8 +56,15 @@ EMPTY = 1e-34
 FEWEST, MOST = 1200, 10_000
 """About how many points a grid has that chooses for itself: at least, and at most."""
 
-COARSER, SAFETY = 1.5, 2.0
-"""How much wider the cells of the grid to compare with are, and by what to multiply the difference."""
+COARSER, LONGER, SAFETY = 1.5, 4 / 3, 2.0
+"""How much wider the cells of the grid to compare with are, how much further it follows tails, and by what to
+multiply the difference."""
+
+LONGEST = 10.0
+"""Standard deviations that are followed if the usual ones do not suffice."""
+
+PROBES = 64
+"""About how many observations are made up in a step, to see over what length their densities vary."""
 
 CELLS_PER_SCALE = 1.25
 """How many cells there are to be in the length over which the density of an observation varies."""
@@ -67,6 +74,10 @@ RARE = 1e-12
 
 BEHIND = 36.0
 """Of contexts that lie further behind the likeliest, in nats, no accuracy is asked: tails are cut."""
+
+
+class OutOfReachError(DensityError):
+    """Only tails that were cut explain an observation."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +91,15 @@ class GridFilter(Backend):
     The points are centres of cells. Cells that the bounds do not fix have round edges, since there the
     thresholds of programs tend to be; if a density or reward jumps inside a cell, it is averaged there.
 
-    A second grid with wider cells is taken along. Twice of what the increments on both differ by, added up
-    over the steps of an episode, is the estimated error of its log-likelihood: many times too much where
-    beliefs are smooth, since errors there fall with the sixth power of the cells' width. Wherever it exceeds
-    the tolerance, the result is a `ResolutionError` that says how many points it would take.
+    A second grid with wider cells is taken along, on which tails are followed a third further. Twice of what
+    the increments on both differ by, added up over the steps of an episode, is the estimated error of its
+    log-likelihood: many times too much where beliefs are smooth, since errors there fall with the sixth power
+    of the cells' width. Wherever it exceeds the tolerance, the result is a `ResolutionError` that says how
+    many points it would take, or a `DensityError` where the tails that were cut are to blame.
+
+    Both grids would miss alike what is much narrower than a cell. So in every step observations are made up
+    at states drawn from the beliefs, and a density that varies too fast around those is refused as well. A
+    sensor that is that narrow less often than every twentieth time may pass unnoticed.
 
     Args:
         num_points: About how many points in all. None takes 1,200, or as many as the densities of simulated
@@ -92,9 +108,10 @@ class GridFilter(Backend):
             found by simulating the model under each constant action and under random ones.
         subpoints: In how many parts a cell is cut, along each axis, to average over a jump.
         reach: How many standard deviations of a single noise of `transition` are followed; its tails beyond
-            are cut. None takes 8.5, and 6 if a transition has several noises. One or two noises of `initial`
-            are followed for 12 at least. An observation that only a rarer event explains has too low a
-            likelihood. What is drawn from other distributions than normal ones is cut at quantiles of 2⁻⁵⁰.
+            are cut. None takes 8.5, and 6 if a transition has several noises; `run` and `smooth` take 10 if
+            that does not suffice. One or two noises of `initial` are followed for 12 at least. An observation
+            that only a rarer event explains is refused. What is drawn from other distributions than normal
+            ones is cut at quantiles of 2⁻⁵⁰, on both grids alike.
         tolerance: The largest estimated error of an episode's log-likelihood, in nats. Of a context that is d
             nats behind the likeliest, `d · tolerance` is asked for instead if that is more, and nothing if d
             is beyond 36, where the tails that were cut matter. Infinity asks for nothing at all.
@@ -153,7 +170,7 @@ class GridFilter(Backend):
         )
 
     def _refined(self, result: Callable[[GridFilter], Result]) -> Result:
-        """A result on a grid that is fine enough for it, if the number of points is ours to choose."""
+        """A result on a grid that is fine enough and reaches far enough, if that is ours to choose."""
         backend = self
         while True:
             try:
@@ -161,7 +178,11 @@ class GridFilter(Backend):
             except ResolutionError as error:
                 if self.num_points is not None or error.num_points > MOST:
                     raise
-                backend = replace(self, num_points=error.num_points)
+                backend = replace(backend, num_points=error.num_points)
+            except OutOfReachError:
+                if backend.reach is not None:
+                    raise
+                backend = replace(backend, reach=LONGEST)
 
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as keep a belief `[C, B, G]` within `MEMORY`."""
@@ -299,6 +320,7 @@ class GridRecursion(DiscreteRecursion):
     Attributes:
         grid: The G points.
         coarse: The same on a coarser grid, to compare with; None if there is no tolerance to keep.
+        extent: The length of the bounds, along each axis.
         scale: The length over which the densities of simulated observations vary, along each axis.
         jumps: Numbers of the cells inside which the density of an observation jumps.
         reward_jumps: Numbers of the cells inside which the reward does.
@@ -321,17 +343,18 @@ class GridRecursion(DiscreteRecursion):
             require(fits, "bounds", settings.bounds, f"{self.dim} pair(s), one for each number")
             assert found is not None
             pairs = found
-        extent = [high - low for low, high in pairs]
-        probes = probes_of(trials[-1], self.coordinates)
-        self.scale = [math.inf] * self.dim if probes is None else self._scale(probes, extent)
-        lengths = zip(extent, self.scale, strict=True)
-        self._wanted = max(CELLS_PER_SCALE * length / scale for length, scale in lengths)  # along an axis
-        self._n = n = self._per_axis(extent)
+        self.extent = [high - low for low, high in pairs]
+        probes = probes_of(Episodes.concatenate(trials), self.coordinates)
+        self.scale = [math.inf] * self.dim if probes is None else self._scale(probes)
+        self._wanted = self._cells(self.scale)
+        self._n = n = self._per_axis()
         lay = Grid.around if settings.bounds is None else Grid.between
-        grid = lay(pairs, [length / n for length in extent])
+        grid = lay(pairs, [length / n for length in self.extent])
+        self._longer, self._reach = 1.0, math.inf  # by what tails are prolonged, and where they are cut
         self.coarse: GridRecursion | None = None
         if settings.tolerance < math.inf:
             self.coarse = copy(self)
+            self.coarse._longer = LONGER
             self.coarse._transitions = {}
             self.coarse._lay(lay(pairs, (COARSER * grid.finest).tolist()), probes)
         self._lay(grid, probes)
@@ -345,22 +368,30 @@ class GridRecursion(DiscreteRecursion):
         self.initial = self._initial()
         self.rewards = self._rewards()
 
-    def _per_axis(self, extent: Sequence[float]) -> int:
+    def _cells(self, scale: Sequence[float]) -> float:
+        """How many cells along an axis it takes if densities vary over lengths of `scale`."""
+        return max(CELLS_PER_SCALE * length / s for length, s in zip(self.extent, scale, strict=True))
+
+    def _per_axis(self) -> int:
         """Cells along each axis: as many as asked for, or as the scale of the densities needs."""
         given, tolerant = self.settings.num_points, self.settings.tolerance == math.inf
         number = _rounded_up(self._wanted**self.dim)
         n = _per_axis(max(FEWEST, number) if given is None else given, self.dim)
         if (given is None and number > MOST) or (2 * n < self._wanted and not tolerant):
-            raise ResolutionError(
-                f"grid: densities of observations of {type(self.model).__name__} vary over lengths of "
-                f"{', '.join(f'{length:.2g}' for length in self.scale)}, and states over "
-                f"{', '.join(f'{length:.2g}' for length in extent)}; "
-                f"it would take about {number:,} points (`num_points`), or closer `bounds`",
-                number,
-            )
+            raise self._too_narrow(self.scale)
         return n
 
-    def _scale(self, probes: Probes, extent: Sequence[float]) -> list[float]:
+    def _too_narrow(self, scale: Sequence[float]) -> ResolutionError:
+        number = _rounded_up(self._cells(scale) ** self.dim)
+        return ResolutionError(
+            f"grid: densities of observations of {type(self.model).__name__} vary over lengths of "
+            f"{', '.join(f'{length:.2g}' for length in scale)}, and states over "
+            f"{', '.join(f'{length:.2g}' for length in self.extent)}; "
+            f"it would take about {number:,} points (`num_points`), or closer `bounds`",
+            number,
+        )
+
+    def _scale(self, probes: Probes) -> list[float]:
         """Over what length the densities of observations vary around the states that they were made in.
 
         That is where the mean of the log-densities at a distance, both ways, has moved by 1/2: the standard
@@ -369,7 +400,7 @@ class GridRecursion(DiscreteRecursion):
         """
         steps = 2.0 ** (-torch.arange(4, 100) / 2).flip(0)  # [K], ascending
         found = []
-        for axis, length in enumerate(extent):
+        for axis, length in enumerate(self.extent):
             away = torch.zeros(2 * len(steps) + 1, self.dim)  # [2 K + 1, d]
             away[:, axis] = length * torch.cat([torch.zeros(1), steps, -steps])
             x = probes.x[:, None] + away
@@ -467,7 +498,9 @@ class GridRecursion(DiscreteRecursion):
         """Condition on what was seen.
 
         Raises:
-            ResolutionError: If what follows on a coarser grid differs by more than the tolerance.
+            ResolutionError: If what follows on a coarser grid differs by more than the tolerance, or where
+                the beliefs are, densities vary over less than a cell.
+            OutOfReachError: If it differs because tails were cut.
         """
         assert isinstance(belief, GridBelief)
         if seen.rows is not None and not len(seen.rows):
@@ -480,6 +513,7 @@ class GridRecursion(DiscreteRecursion):
             assert belief.log_likelihoods is not None
             assert belief.error is not None
             with torch.no_grad():
+                self._require_wide(belief, seen)
                 other, roughly = DiscreteRecursion.look(self.coarse, DiscreteBelief(belief.coarse), seen)
                 both = torch.stack([increment.detach(), roughly], -1)
                 # Impossible on both is no difference.
@@ -568,7 +602,8 @@ class GridRecursion(DiscreteRecursion):
         dims = len(pilot.noise_axes)
         if not dims:
             return Nodes(3)
-        reach = self.settings.reach or (8.5 if dims == 1 else 6.0)
+        reach = self._longer * (self.settings.reach or (8.5 if dims == 1 else 6.0))
+        self._reach = min(self._reach, reach)
         number = 2 * math.ceil((2.4 if dims == 1 else 0.8) * reach) + 1
         nodes = Nodes(number, reach)
         where, _, pilot = self._push(program, x, a, nodes)
@@ -595,7 +630,7 @@ class GridRecursion(DiscreteRecursion):
         nodes = self._nodes("initial", None, 0)
         if dims in (1, 2):  # a single point to push: nodes are cheap
             many = 16_385 if dims == 1 else 385
-            nodes = Nodes(max(many, len(nodes)), max(12.0, self.settings.reach or 0.0))
+            nodes = Nodes(max(many, len(nodes)), self._longer * max(12.0, self.settings.reach or 0.0))
         table = self._deposit(*self._push("initial", None, 0, nodes)[:2])[:, 0]
         return nonnegative(table[:, None], self.grid.shape)[:, 0].expand(len(self.context), -1)
 
@@ -675,12 +710,12 @@ class GridRecursion(DiscreteRecursion):
         best = belief.log_likelihoods[..., 0].amax(0)  # [B]
         behind = best - belief.log_likelihoods.amax(-1)  # [C, B]
         counts = behind <= BEHIND if seen.alive is None else (behind <= BEHIND) & seen.alive
-        self._require_followed(predicted.probabilities, belief.probabilities, counts, seen)
+        allowed = self.settings.tolerance * behind.clamp(min=1.0)
+        excess = torch.where(counts, belief.error / allowed, 0.0)
+        self._require_followed(predicted.probabilities, belief, counts, excess > 1, seen)
         vague = counts & (2.0**-52 * best.abs() > self.settings.tolerance)  # all states are as far off
         for c, b in vague.nonzero()[:1].tolist():
             raise self._out_of_reach(c, b, seen)
-        allowed = self.settings.tolerance * behind.clamp(min=1.0)
-        excess = torch.where(counts, belief.error / allowed, 0.0)
         c, b = divmod(int(excess.argmax()), excess.shape[1])
         worst = float(excess[c, b])
         if worst <= 1:
@@ -695,19 +730,59 @@ class GridRecursion(DiscreteRecursion):
             number,
         )
 
-    def _require_followed(self, predicted: Tensor, posterior: Tensor, counts: Tensor, seen: Seen) -> None:
-        """Raise if an observation moves a belief to where a tail was cut: there, its density is too low."""
-        peak = posterior.argmax(-1, keepdim=True)  # [C, B, 1]
-        rare = counts & (predicted.gather(-1, peak)[..., 0] < RARE)
-        for c, b in rare.nonzero().tolist():
+    def _require_followed(
+        self, predicted: Tensor, belief: GridBelief, counts: Tensor, differs: Tensor, seen: Seen
+    ) -> None:
+        """Raise if an observation moves a belief to where a tail was cut: there, its density is too low.
+
+        That is at the end of what is possible, or, if noises add up, before it: there the other grid, which
+        follows tails further, finds more.
+        """
+        assert belief.log_likelihoods is not None
+        peak = belief.probabilities.argmax(-1, keepdim=True)  # [C, B, 1]
+        there = predicted.gather(-1, peak)[..., 0]
+        end = (
+            100 * math.exp(-0.5 * self._reach**2) * predicted.amax(-1)
+        )  # about as rare as where tails are cut
+        cut = differs & (belief.log_likelihoods.diff()[..., 0] > 0) & (there < end)
+        for c, b in cut.nonzero()[:1].tolist():
+            raise self._out_of_reach(c, b, seen)
+        for c, b in (counts & (there < RARE)).nonzero().tolist():
             possible = (predicted[c, b] > 0).nonzero()[:, 0]
             cells = torch.stack(torch.unravel_index(torch.cat([peak[c, b], possible]), self.grid.shape))
             at, low, high = cells[:, 0], cells[:, 1:].amin(1), cells[:, 1:].amax(1)
             if bool(((at <= low + 1) | (at >= high - 1)).any()):
                 raise self._out_of_reach(c, b, seen)
 
-    def _out_of_reach(self, c: int, b: int, seen: Seen) -> DensityError:
-        return DensityError(
+    @double_precision()
+    def _require_wide(self, belief: GridBelief, seen: Seen) -> None:
+        """Raise if, where the beliefs are, densities of what might be seen vary over less than a cell."""
+        probes = self._made_up(belief, seen)
+        if probes is not None and self._cells(scale := self._scale(probes)) > 2 * self._n:
+            raise self._too_narrow(scale)
+
+    def _made_up(self, belief: GridBelief, seen: Seen) -> Probes | None:
+        """Observations at states drawn from the beliefs about some of the episodes, if they can be any."""
+        assert belief.log_likelihoods is not None
+        C, B, _ = belief.probabilities.shape
+        rows = torch.arange(B) if seen.rows is None else seen.rows
+        b = rows[torch.linspace(0, len(rows) - 1, max(1, PROBES // C)).long()]  # [R]
+        level = (0.618 * (1 + seen.time + torch.arange(len(b)))) % 1  # of a distribution function
+        total = belief.probabilities[:, b].cumsum(-1)  # [C, R, G]
+        index = torch.searchsorted(total, level[None, :, None] * total[..., -1:]).clamp(
+            max=self.grid.size - 1
+        )
+        likelihood = belief.log_likelihoods[:, b, 0]  # [C, R]
+        counts = likelihood >= likelihood.amax(0) - BEHIND
+        counts = counts if seen.alive is None else counts & seen.alive[b]
+        c, r = counts.nonzero().unbind(1)
+        if not len(c):
+            return None
+        x = self.grid.points[index[c, r, 0]]  # [B, d]
+        return made_up(self.model, self.signature, self.as_state(x), x, c, seen.select(b[r]))
+
+    def _out_of_reach(self, c: int, b: int, seen: Seen) -> OutOfReachError:
+        return OutOfReachError(
             f"grid: what was seen {self._place(c, b, seen)} is out of reach: only a state in the tails "
             "that were cut explains it; give a larger `reach`, or see whether the data are the model's"
         )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
+from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.inference.enumeration import drawing
 from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.rollout import percept_of
 from cpomdp_ppl.simulate import simulate
 from cpomdp_ppl.state import leaves
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History
+    from cpomdp_ppl.signature import Signature
 
 FARTHEST = 1e300
 """How far apart bounds may be: beyond, the spacing of the grid would overflow."""
@@ -98,6 +103,33 @@ def probes_of(
         ),
         coordinates(trial.states, torch.Size((len(trial), trial.horizon + 1)))[b, t + 1],
         trial.contexts[b],
+    )
+
+
+def made_up(
+    model: CPOMDP, signature: Signature, state: Any, x: Tensor, context: Tensor, seen: Seen
+) -> Probes | None:
+    """What might have been seen in a step, if anything, in other states than those that were.
+
+    Args:
+        model: The CPOMDP.
+        signature: Of the model.
+        state: The states, leaves `[B, …]`.
+        x: The same as points `[B, d]`.
+        context: `[B]`.
+        seen: The step; what was not seen there is not seen here.
+    """
+    S, own = context.shape, (1,) * model.max_plate_nesting
+    action = None if seen.action is None else seen.action.reshape(S + own)
+    with isolated(seen.time), poutine.block(), drawing(model), Batched(S, len(own)), Recorded(0) as visited:
+        model.observation(state, action, context.reshape(S + own))
+    percept = percept_of(signature, visited, seen.action, S)
+    observed = {site: flags & seen.observed[site] for site, flags in percept.observed.items()}
+    b = torch.stack([flags.reshape(len(x), -1).any(1) for flags in observed.values()]).any(0).nonzero()[:, 0]
+    if not len(b):
+        return None
+    return Probes(
+        replace(seen, observations=percept.observations, observed=observed).select(b), x[b], context[b]
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, evaluate, simulate
-from cpomdp_ppl.errors import ResolutionError, UnsupportedModelError
+from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelError
 from cpomdp_ppl.inference import GridFilter, ParticleFilter, reference_backend
 from cpomdp_ppl.inference.backend import inferring, steps
 
@@ -200,6 +200,89 @@ def test_two_grids_that_miss_the_same_do_not_agree_on_it(points):
     episodes = simulate(model, RandomPolicy(1), 4, contexts="balanced", seed=0)
     with pytest.raises(ResolutionError, match=r"vary over lengths of .*it would take about \d+,000 points"):
         GridFilter(points).run(model, episodes)
+
+
+class Faraway(Spike):
+    """Such a sensor, but only where a random walk hardly gets to."""
+
+    contexts, actions, horizon = 2, 2, 8
+
+    def transition(self, state, action, context):
+        step = (1 - 2 * action) * (1 + 0.02 * context)
+        return pyro.sample("x", dist.Normal(state + step[..., None], self.process).to_event(1))
+
+    def observation(self, state, action, context):
+        narrow = torch.where(state > 6, 1e-5, 1.0)
+        scales = torch.cat([narrow, torch.ones_like(narrow)], -1)
+        each = dist.Normal(state.expand(*state.shape[:-1], 2), scales)
+        pyro.sample("z", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), each))
+
+
+def test_what_only_some_policy_gets_to_see_is_not_missed():
+    model = Faraway(0.3, 1.0, start=0.3)
+    episodes = simulate(model, lambda history: torch.zeros(4).long(), 4, contexts="balanced", seed=0)
+    with pytest.raises(ResolutionError, match=r"vary over lengths of .*it would take about [\d,]+ points"):
+        GridFilter().run(model, episodes)
+    back = simulate(model, lambda history: torch.ones(4).long(), 4, contexts="balanced", seed=0)
+    expected = np.zeros((4, 2))  # a single sensor of noise 1 there
+    for c in range(2):
+        m, P = np.zeros(4), 0.3**2
+        for z in back.observations["z"].double().numpy().T:
+            m, P = m - 1 - 0.02 * c, P + 0.3**2
+            expected[:, c] += stats.norm.logpdf(z, m, (P + 1) ** 0.5)
+            m, P = m + P / (P + 1) * (z - m), P / (P + 1)
+    assert_right(GridFilter().run(model, back).log_likelihood, expected)
+
+
+class Sum(CPOMDP):
+    """Moves by the sum of some noises."""
+
+    contexts, actions, horizon = 1, 1, 1
+
+    def __init__(self, *scales: float):
+        super().__init__()
+        self.scales = scales
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 0.2))
+
+    def transition(self, state, action, context):
+        return state + sum(pyro.sample(f"e{i}", dist.Normal(0.0, sd)) for i, sd in enumerate(self.scales))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 0.25))
+
+    def reward(self, state, action, context):
+        return torch.zeros(())
+
+
+def sum_of(z: float, model: Sum, **settings: float) -> tuple[float, float]:
+    """The log-likelihood of a single observation, found and in closed form."""
+    episodes = Episodes(torch.tensor([[0]]), {"z": torch.tensor([[z]])}, {"z": torch.tensor([[True]])})
+    found = GridFilter(250, bounds=(-14, 14), **settings).run(model, episodes).log_likelihood.item()
+    expected = stats.norm.logpdf(
+        np.float32(z), 0, (0.2**2 + 0.25**2 + sum(sd**2 for sd in model.scales)) ** 0.5
+    )
+    return found, expected
+
+
+@pytest.mark.parametrize(
+    ("scales", "reach", "fine", "cut"),
+    [((1.0,), 8.5, 8.5, (9.3, 9.6, 10.0, 11.0)), ((1.0, 0.2), 6.0, 6.0, (6.8, 7.2, 7.6, 9.0))],
+)
+def test_where_tails_that_were_cut_matter_it_is_refused(scales, reach, fine, cut):
+    model = Sum(*scales)
+    found, expected = sum_of(fine, model, reach=reach)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    for z in cut:
+        with pytest.raises(DensityError, match=r"out of reach.*a larger `reach`"):
+            sum_of(z, model, reach=reach)
+
+
+@pytest.mark.parametrize(("scales", "z"), [((1.0,), 9.3), ((1.0, 0.2), 7.6)])
+def test_tails_are_followed_further_where_that_is_needed(scales, z):
+    found, expected = sum_of(z, Sum(*scales))
+    assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
 class Door(Drift):
