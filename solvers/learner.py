@@ -19,6 +19,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering
+from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.isolation import isolated, seed_for
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
@@ -174,8 +175,9 @@ class Learner:
         measured["return"] = float(self.whole.mean(episodes.returns)[0])
         died = None
         try:
-            filtering = self._filter(own, parts, episodes, seeds[1])
-            batch = Batch.of(episodes, filtering, torch.cat([priors[shard.rows] for shard in own]))
+            prior = torch.cat([priors[shard.rows] for shard in own])
+            filtering = self._filter(own, parts, episodes, prior, seeds[1])
+            batch = Batch.of(episodes, filtering, prior)
         except DegenerateWeightsError as error:
             died = str(error)
             if self.batch_size > shards.SHARD:  # it is not the batch's episodes that are counted there
@@ -206,13 +208,19 @@ class Learner:
         backwards = shards.split(self.batch_size)[::-1]
         return backwards[size - 1 - rank :: size][::-1]
 
-    def _filter(self, own: list[Shard], parts: list[Episodes], episodes: Episodes, seed: int) -> Filtering:
+    def _filter(
+        self, own: list[Shard], parts: list[Episodes], episodes: Episodes, prior: Tensor, seed: int
+    ) -> Filtering:
         """Shard by shard where random numbers are drawn, or all at once, which takes less time."""
-        runs = list(zip(own, parts, strict=True))
+        priors = prior.split([len(part) for part in parts])
+        runs = list(zip(own, parts, priors, strict=True))
         if not vars(type(self.backend)).get("draws", True):
-            runs = [(own[0], episodes)]
+            runs = [(own[0], episodes, prior)]
         return Filtering.concatenate(
-            [self.backend.run(self.model, each, seed=shard.seed(seed), moments=False) for shard, each in runs]
+            [
+                filtered(self.backend, self.model, some, prior=p, seed=shard.seed(seed), moments=False)
+                for shard, some, p in runs
+            ]
         )
 
     def _play(self, shard: Shard, contexts: Tensor, priors: Tensor, seed: int) -> Episodes:

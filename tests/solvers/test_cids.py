@@ -28,7 +28,7 @@ from solvers.estimators import ActorCritic, Reinforce
 from solvers.learner import DivergedError
 from solvers.policies import LSTMPolicy
 from solvers.schedules import Geometric
-from tests.programs import Learnable
+from tests.programs import Learnable, Needle
 from tests.solvers.truth import random_value, solve, tables
 
 SHORT = dict(likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False)
@@ -507,6 +507,9 @@ class Dying(ParticleFilter):
 
     always = False
 
+    def larger(self):
+        return None  # more particles would be of no use
+
     def run(self, model, episodes, *, seed=None, moments=True):
         if self.always or (seed or 0) % 2:
             raise DegenerateWeightsError("time 1 of episode 0: no context can have produced it")
@@ -531,6 +534,14 @@ def test_a_batch_whose_particles_died_is_left_out():
     lost = int(np.isnan(solution.history["entropy"]).sum())
     assert 0 < lost < 8
     assert bool(np.isfinite(solution.history["return"]).all())
+
+
+def test_an_episode_whose_particles_died_does_not_take_its_batch_with_it():
+    with pytest.warns(UserWarning, match="likelihoods are noisy"):  # but nothing is left out
+        solution = cids.fit(
+            Needle(), likelihood=ParticleFilter(4), iterations=5, batch_size=20, seed=0, progress=False
+        )
+    assert bool(np.isfinite(solution.history["entropy"]).all())
 
 
 def test_a_filter_that_always_dies_stops_the_fit():
