@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.progress import Bar, Progress
 
 
-UNSURE = 0.1
-"""Standard error of contexts' probabilities, beyond which there is a warning."""
+UNSURE = 0.05
+"""Mean standard error of contexts' probabilities, beyond which there is a warning."""
 
 PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
@@ -387,7 +387,7 @@ def _evaluate(
     )
     seconds = sum(outcome[4] for outcome in outcomes)
     backends = " and ".join(sorted({outcome[5] for outcome in outcomes}))
-    _warn_if_unsure(float(unsure.square().mean().sqrt()), backends)
+    _warn_if_unsure(float(unsure.mean()), backends)
 
     each = PerEpisode(
         contexts=c,
@@ -422,9 +422,9 @@ def _evaluate(
 def _warn_if_unsure(error: float, likelihood: str) -> None:
     if error > UNSURE:
         warnings.warn(
-            f"probabilities of contexts by {likelihood} have standard errors of {error:.2f}: H(C|Y) and how "
-            "often the context is identified rest on noise. Use a ParticleFilter with more particles as "
-            "`likelihood`, or another backend",
+            f"probabilities of contexts by {likelihood} have standard errors of {error:.2f} on average: "
+            "H(C|Y) and how often the context is identified rest on noise. Use a ParticleFilter with more "
+            "particles as `likelihood`, or another backend",
             stacklevel=5,
         )
 

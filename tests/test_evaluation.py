@@ -379,6 +379,7 @@ def test_an_episode_that_loses_its_particles_does_not_take_the_others_along():
     episodes = simulate(Needle(), RandomPolicy(2), 20, seed=0)
     with pytest.raises(DegenerateWeightsError, match="num_particles"):
         few.run(Needle(), episodes, seed=0)
-    result = evaluate(Needle(), RandomPolicy(2), 20, likelihood=few)
+    with pytest.warns(UserWarning, match="rest on noise"):
+        result = evaluate(Needle(), RandomPolicy(2), 20, likelihood=few)
     assert result.returns.num_episodes == 20
     assert 0 <= result.entropy.mean <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cpomdp_ppl.state import State
+
+BEHIND = 7.0
+"""Nats behind the likeliest context, beyond which a context's own error makes no difference: 1 in 1,000."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +61,21 @@ class Filtering:
     standard_error: Tensor | None = None
 
     def posterior_error(self, prior: Tensor | None = None) -> Tensor:
-        """Standard error of the last posterior, of whichever context has the largest, `[B]`; at most 1/4.
+        """Standard error of the last posterior, of whichever context has the largest, `[B]`.
 
-        To first order that is `p (1 - p)` times the standard error e of the log-likelihood; p may be any
-        within 2 e of its log-odds, as noise makes posteriors too sure. It is zero for exact backends.
+        How far a probability moves, as a root mean square, if its log-odds move by the standard error of the
+        log-likelihood times a standard normal number. Contexts that are far behind stay there: few particles
+        of theirs count, so that their own errors are large, and say little. It is zero for exact backends.
         """
         p = self.posterior(prior)[:, -1]  # [B, C]
         if self.standard_error is None:
             return torch.zeros_like(p[:, 0])
-        error = torch.where(p > 0, self.standard_error.to(p), 0.0)
-        surely = (p.logit().abs() - 2 * error).clamp(min=0)  # log-odds, where they are the least sure
-        q = torch.where(error.isinf(), 0.0, surely).sigmoid()
-        return (q * (1 - q) * error.clamp(max=1.0)).amax(1)
+        behind = p < p.amax(1, keepdim=True) * math.exp(-BEHIND)
+        error = torch.where(behind, 0.0, self.standard_error.to(p)).clamp(max=2 * BEHIND)
+        noise = torch.special.ndtri((torch.arange(32).to(p) + 0.5) / 32)
+        moved = (p.logit(1e-12)[..., None] + error[..., None] * noise).sigmoid()  # [B, C, 32]
+        spread: Tensor = (moved - p[..., None]).square().mean(-1).sqrt()  # [B, C]
+        return spread.amax(1)
 
     def __repr__(self) -> str:
         B, T, C = self.increments.shape

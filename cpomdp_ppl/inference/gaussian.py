@@ -67,7 +67,7 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     if isinstance(fn, dist.Delta):
-        if bool((fn.log_density != 0).any()):
+        if program == "observation" and bool((fn.log_density != 0).any()):
             raise UnsupportedModelError(
                 f"{program}: site '{site['name']}' has a density of its own (log_density=…), which a Kalman "
                 "filter would leave out"

@@ -47,7 +47,7 @@ FEWEST, MOST = 1024, 4096
 """Numbers of particles to choose from."""
 
 UNSURE = 0.02
-"""Standard error of a context's probability that is small enough."""
+"""Mean standard error of a context's probability that is small enough."""
 
 
 def reference_backend(model: CPOMDP) -> Backend:
@@ -94,7 +94,7 @@ def enough_particles(model: CPOMDP, episodes: Episodes) -> ParticleFilter:
     found = result_or_none(ParticleFilter(num_particles=FEWEST), model, _some(episodes, TRIALS))
     if found is None or found.standard_error is None:
         return ParticleFilter(num_particles=MOST)
-    unsure = float(found.posterior_error().square().mean().sqrt()) / UNSURE
+    unsure = float(found.posterior_error().mean()) / UNSURE
     number = FEWEST
     while number < MOST and unsure > (number / FEWEST) ** 0.5:
         number *= 2

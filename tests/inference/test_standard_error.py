@@ -15,7 +15,7 @@ import torch
 from scipy.stats import norm
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
-from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.inference.resampling import SCHEMES
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 
@@ -183,3 +183,16 @@ def test_a_single_family_cannot_tell():
     assert bool((found.standard_error[:, 1] == 0).all())
     alone = ParticleFilter(1).run(Sharp(), simulate(Sharp(), RandomPolicy(1), 3, seed=0), seed=0)
     assert bool((alone.standard_error == torch.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("model", "num_particles"), [(LightDark(), 256), (Beacons(), 256), (Beacons(), 1024)]
+)
+def test_how_far_posteriors_are_off(model, num_particles):
+    """Against the spread of posteriors over 16 seeds, which is itself known to a fifth or so."""
+    episodes = simulate(model, RandomPolicy(model.num_actions), 32, contexts="balanced", seed=0)
+    runs = [ParticleFilter(num_particles).run(model, episodes, seed=s, moments=False) for s in range(16)]
+    told = torch.stack([run.posterior_error() for run in runs]).mean(0)  # [B]
+    true = torch.stack([run.posterior()[:, -1] for run in runs]).std(0).amax(1)
+    assert 0.7 < float(told.square().mean().sqrt() / true.square().mean().sqrt()) < 1.5
+    assert not ExtendedKalmanFilter().run(model, episodes).posterior_error().any()
