@@ -7,12 +7,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.quasirandom import SobolEngine
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_step, steps
@@ -21,6 +20,7 @@ from cpomdp_ppl.inference.enumeration import double_precision, drawing, in_doubl
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.scoring import Scored, Seen, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
+from cpomdp_ppl.inference.weighing import NODES, TOO_FEW, Weighed, in_space, normal_points, on_a_line
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import map_state
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
-
-SENSOR_POINTS = 512
-"""Points of a belief at which discrete observations are weighed."""
-
-ROUNDS, WIDENINGS = 12, 2
-"""How often these points are moved to where the weight is; and spread out, if they find none, at the most."""
-
-WIDER = 1.5
-"""How much larger a proposal's covariance is than that of the weights it follows: no tail must stick out."""
-
-BEHIND = 36.0
-"""Nats behind the likeliest context, beyond which a context's likelihood may be off."""
 
 MEMORY = 2**28
 """Bytes that smoothing may keep of a batch of episodes."""
@@ -134,49 +122,6 @@ class Expected:
     observed: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Weighed:
-    """Weighted points of a Gaussian.
-
-    Attributes:
-        log_mean: Logarithm of the mean weight, float64 `[C, B]`.
-        ess: Effective sample size, `[C, B]`; 0 where all weights are.
-        mean: Of the points, `[C, B, r]`.
-        covariance: `[C, B, r, r]`.
-        nothing_learned: Where all points are equally likely, bool `[C, B]`.
-    """
-
-    log_mean: Tensor
-    ess: Tensor
-    mean: Tensor
-    covariance: Tensor
-    nothing_learned: Tensor
-
-    @staticmethod
-    def of(u: Tensor, log_p: Tensor, log_ratio: Tensor) -> _Weighed:
-        """Points `[C, B, P, r]`, their log-probabilities, and the logarithm of density over proposal."""
-        log_w = log_p + log_ratio  # [C, B, P]
-        nowhere = (log_w == -torch.inf).all(-1)
-        w = torch.where(nowhere[..., None], log_ratio, log_w).softmax(-1)
-        mean = (w[..., None] * u).sum(2)
-        left = u - mean[:, :, None]
-        covariance = product((w[..., None] * left).mT, left)
-        ess = torch.where(nowhere, 0.0, 1 / w.square().sum(-1))
-        log_mean = log_w.double().logsumexp(-1) - math.log(u.shape[2])
-        return _Weighed(log_mean, ess, mean, covariance, log_p.amax(-1) == log_p.amin(-1))
-
-    def or_better(self, other: _Weighed) -> _Weighed:
-        """Row by row, whichever has more points that count."""
-        better = other.ess > self.ess  # [C, B]
-
-        def choose(mine: Tensor, others: Tensor) -> Tensor:
-            return torch.where(better.reshape(better.shape + (1,) * (mine.dim() - 2)), others, mine)
-
-        return _Weighed(
-            *(choose(*pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
-
-
 class _Discrete(Scored):
     """Score the discrete sites alone."""
 
@@ -241,7 +186,7 @@ class KalmanRecursion(Recursion):
         with drawing(model):
             Recursion.__init__(self, model)
         self.coordinates = Coordinates(model, self.signature)
-        points = _normal_points(reward_points, self.coordinates.dim)  # [N, D]
+        points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
         self.normal_points = points.to(model.device, self.coordinates.dtype)
         own, action = len(self.own), torch.zeros((1, 1, 1, *self.own), dtype=torch.long, device=model.device)
         with Reparameterised("initial", own) as initial:
@@ -375,81 +320,62 @@ class KalmanRecursion(Recursion):
         return GaussianBelief(mean, square_root(covariance)), increment
 
     def _weigh(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
-        """Weigh points of the belief by the probability of the discrete sites, and take their moments.
+        """Condition on the discrete sites: on a line, if they depend on one direction alone, or in space."""
+        v = self._direction(belief, seen)  # [C, B, D]
+        on_line = torch.linalg.vector_norm(v, dim=-1) > 0  # [C, B]
 
-        Points are `x = μ + L V u`, along those directions V of the belief on which the sites depend. They
-        come from a Gaussian q that starts as the belief, widens while it finds nothing possible, and follows
-        the weights until it is about as wide as they are. For every row the best round counts.
-        """
-        V = self._directions(belief, seen)  # [C, B, D, r]
-        xi = _normal_points(SENSOR_POINTS, V.shape[-1]).to(belief.mean)  # [P, r]
-        P, r = xi.shape
-        unit = torch.eye(r, dtype=xi.dtype, device=xi.device)
-        q = GaussianBelief(belief.mean.new_zeros(*V.shape[:2], r), unit.expand(*V.shape[:2], r, r))
-        best = None
-        for number in range(ROUNDS):
-            u = q.mean[:, :, None] + product(xi, q.root.mT)  # [C, B, P, r]
-            log_ratio = 0.5 * (xi.square() - u.square()).sum(-1) + _log_det(q.root)[..., None]
-            x = belief.mean[:, :, None] + product(product(u, V.mT), belief.root.mT)
-            log_p = self.log_density_of_discrete(x, seen).expand(u.shape[:3])
-            weighed = _Weighed.of(u, log_p, log_ratio)
-            best = weighed if best is None else best.or_better(weighed)
-            nowhere = weighed.ess == 0
-            if bool(((best.ess >= P / 2) | (nowhere & (number >= WIDENINGS))).all()):
-                break
-            # A few points say little about spread: what they do not say stays as it was.
-            spread = WIDER * weighed.covariance + q.covariance / weighed.ess.clamp(min=1)[..., None, None]
-            wide, centre = q.root * 4, torch.where(nowhere[..., None], q.mean, weighed.mean)
-            root = torch.where(nowhere[..., None, None], wide, square_root(spread.detach()))
-            q = GaussianBelief(centre.detach(), root)
-        assert best is not None
-        self._require_settled(best, P, seen)
-        # Along V, the unit covariance becomes that of the weighted points; across, nothing is learned.
-        learned = product(product(V, best.covariance - unit), V.mT)
-        whole = torch.eye(V.shape[-2], dtype=xi.dtype, device=xi.device)
-        mean = belief.mean + product(belief.root, product(V, best.mean[..., None]))[..., 0]
-        root = product(belief.root, square_root(whole + learned))
-        same = (best.nothing_learned | (best.ess == 0))[..., None]
+        def log_p(u: Tensor) -> Tensor:
+            x = belief.mean[:, :, None] + product(u, belief.root.mT)
+            return self.log_density_of_discrete(x, seen).expand(u.shape[:3])
+
+        D, found = v.shape[-1], None
+        unit = torch.eye(D, dtype=v.dtype, device=v.device)
+        if bool(on_line.any()):
+            line = on_a_line(lambda u: log_p(u * v[:, :, None]), v)
+            # Along v, the unit variance becomes that on the line; across, nothing is learned.
+            learned = (line.covariance - 1) * v[..., :, None] * v[..., None, :]
+            found = replace(line, mean=line.mean * v, covariance=unit + learned)
+        if not bool(on_line.all()):
+            space = in_space(log_p, v)
+            found = space if found is None else space.where(on_line, found)
+        assert found is not None
+        self._require_settled(found, seen)
+        mean = belief.mean + product(belief.root, found.mean[..., None])[..., 0]
+        root = product(belief.root, square_root(found.covariance))
+        impossible = (found.log_mean == -torch.inf)[..., None]
         return GaussianBelief(
-            torch.where(same, belief.mean, mean), torch.where(same[..., None], belief.root, root)
-        ), best.log_mean
+            torch.where(impossible, belief.mean, mean), torch.where(impossible[..., None], belief.root, root)
+        ), found.log_mean
 
-    def _directions(self, belief: GaussianBelief, seen: Seen) -> Tensor:
-        """An orthonormal basis `[C, B, D, r]` of what the discrete sites depend on, in units of the belief.
+    def _direction(self, belief: GaussianBelief, seen: Seen) -> Tensor:
+        """The unit vector in the belief's own coordinates that the discrete sites depend on, `[C, B, D]`.
 
-        Gradients span it, wherever there are any; that nothing else matters is seen by leaving it out.
+        All gradients are along it, if there is such a direction; that nothing else matters is seen by leaving
+        all else out. It is zero where there is none.
         """
         C, B, D = belief.mean.shape
-        unit = torch.eye(D, dtype=belief.mean.dtype, device=belief.mean.device).expand(C, B, D, D)
         if D == 1:
-            return unit
+            return torch.ones_like(belief.mean)
         mean, root = belief.mean.detach(), belief.root.detach()
-        u = _normal_points(SENSOR_POINTS, D).to(mean).expand(C, B, -1, D)
+        u = 2 * normal_points(64, D).to(mean).expand(C, B, -1, D)  # [C, B, P, D]
         with torch.enable_grad():
             u = u.clone().requires_grad_()
             log_p = self.log_density_of_discrete(mean[:, :, None] + product(u, root.mT), seen)
             log_p = log_p.expand(u.shape[:3])
             if not log_p.requires_grad:
-                return unit
+                return torch.zeros_like(mean)
             (g,) = torch.autograd.grad(torch.where(log_p > -torch.inf, log_p, 0.0).sum(), u)
-        if not bool(g.isfinite().all()):
-            return unit
-        g = g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp(min=1e-300)  # no place drowns another
-        sizes, vectors = torch.linalg.eigh(product(g.mT, g))  # ascending
-        r = int((sizes > 1e-9 * len(g[0, 0])).sum(-1).max())
-        if not 0 < r < D:
-            return unit
-        V = vectors[..., D - r :]
-        along = product(product(u.detach(), V), V.mT)
+        size = torch.linalg.vector_norm(g, dim=-1, keepdim=True)  # [C, B, P, 1]
+        g = torch.where(size > 0, g / size, 0.0).nan_to_num(0.0)  # no place drowns another
+        v = torch.linalg.eigh(product(g.mT, g))[1][..., -1]  # [C, B, D]
+        along = product(u.detach(), v[..., None]) * v[:, :, None]
         same = self.log_density_of_discrete(mean[:, :, None] + product(along, root.mT), seen)
-        close = torch.isclose(same.expand_as(log_p), log_p.detach(), rtol=1e-4, atol=1e-4)
-        return V if bool(close.all()) else unit
+        close = torch.isclose(same.expand_as(log_p), log_p.detach(), rtol=1e-6, atol=1e-6).all(-1)
+        known = close & (size.squeeze(-1) > 0).any(-1)
+        return torch.where(known[..., None], v, 0.0)
 
-    def _require_settled(self, weighed: _Weighed, num_points: int, seen: Seen) -> None:
-        """Raise if too few points count where that matters: not of contexts that are far behind."""
-        likely = weighed.log_mean >= weighed.log_mean.amax(0) - BEHIND
-        fewest = 16 if weighed.mean.shape[-1] == 1 else num_points / 8  # on a line, points are in step
-        poor = likely & (weighed.ess > 0) & (weighed.ess < fewest)
+    def _require_settled(self, found: Weighed, seen: Seen) -> None:
+        poor = ~(found.error <= TOO_FEW)
         if bool(poor.any()):
             c, b = poor.nonzero()[0].tolist()
             sites = ", ".join(f"'{site}'" for site in self.discrete)
@@ -558,7 +484,7 @@ class KalmanFilter(Backend):
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as have 2²³ numbers in the points at which rewards are averaged."""
         assert isinstance(recursion, KalmanRecursion)
-        points = len(recursion.normal_points) + SENSOR_POINTS * bool(recursion.discrete)
+        points = len(recursion.normal_points) + 4 * NODES * bool(recursion.discrete)
         return max(1, 2**23 // (model.num_contexts * points * recursion.coordinates.dim))
 
     def episodes_smoothed_at_once(
@@ -670,37 +596,6 @@ def pseudo_inverse(P: Tensor, eps: float) -> Tensor:
     return inverse
 
 
-def normal_points(num_points: int, dim: int) -> Tensor:
-    """N points `[N, D]` spread out like a standard normal, for means of functions that may jump.
-
-    Sobol's points, whose coordinates are replaced, rank for rank, by the midpoints' quantiles of the normal.
-    The outermost two are moved out until the second moment is 1, since the tails that they stand for are
-    what midpoints leave out; then what correlation is left is taken away. So the mean of a linear or
-    quadratic function is exact (a quadratic one in D > 1 dimensions only if N > 2D).
-
-    Example:
-        >>> points = normal_points(64, 2)
-        >>> (points.mT @ points / 64).round(decimals=6).abs()
-        tensor([[1., 0.],
-                [0., 1.]], dtype=torch.float64)
-    """
-    levels = (torch.arange(num_points, dtype=torch.float64) + 0.5) / num_points
-    quantiles = torch.special.ndtri(levels)
-    if num_points > 1:
-        inner = quantiles[1:-1].square().sum()
-        quantiles[-1] = ((num_points - inner) / 2).sqrt()
-        quantiles[0] = -quantiles[-1]
-    ranks = SobolEngine(dim).draw(num_points, dtype=torch.float64).argsort(0).argsort(0)
-    points: Tensor = quantiles[ranks]
-    if 1 < 2 * dim < num_points:
-        factor = torch.linalg.cholesky(points.mT @ points / num_points)
-        points = torch.linalg.solve_triangular(factor.mT, points, upper=True, left=False)
-    return points
-
-
-_normal_points = cache(normal_points)  # they depend on nothing else, and take as long as a step of a filter
-
-
 def _require_sensible(model: CPOMDP) -> None:
     """Look at scales, at the mean of the first state, before torch draws with them."""
     own = (1,) * model.max_plate_nesting
@@ -711,11 +606,6 @@ def _require_sensible(model: CPOMDP) -> None:
             state = model.initial(context)
         with Reparameterised("observation", len(own)):
             model.observation(state, torch.zeros_like(context[:1]), context)
-
-
-def _log_det(L: Tensor) -> Tensor:
-    """`log |det L|` of lower triangular matrices `[…, D, D]`."""
-    return L.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
