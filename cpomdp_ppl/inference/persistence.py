@@ -78,9 +78,12 @@ def filtered(
         torch.Size([10, 21, 2])
     """
     larger = backend.larger()
-    if larger is None:
-        return backend.run(model, episodes, seed=seed, moments=moments)
-    found = backend.attempt(model, episodes, seed=seed, moments=moments)
+    try:
+        found = backend.run(model, episodes, seed=seed, moments=moments)
+    except DegenerateWeightsError:
+        if larger is None:
+            raise
+        found = backend.attempt(model, episodes, seed=seed, moments=moments)
     while larger is not None and len(rows := found.lost(prior).nonzero()[:, 0]):
         again = larger.attempt(model, episodes[rows], seed=seed, moments=moments)
         found, larger = found.with_rows(rows, again), larger.larger()
