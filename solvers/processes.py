@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import re
@@ -89,6 +90,9 @@ def joined() -> Iterator[None]:
             expected = f"less than the number of GPUs, {gpus} (or none of them: CUDA_VISIBLE_DEVICES='')"
             require(local < gpus, "LOCAL_RANK", local, expected)
         torch.cuda.set_device(local % gpus)
+    # Optimizers import it, and modules that it imports keep the group that there is by then for ever: its
+    # threads would still be at work when the interpreter is gone, and crash.
+    importlib.import_module("torch._dynamo")
     from torch.distributed.rendezvous import rendezvous  # not there in every build of torch
 
     store, rank, size = next(rendezvous("env://"))
