@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyro.poutine as poutine
@@ -26,7 +27,7 @@ from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.isolation import isolated
-from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.signature import read_signature, signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -50,14 +51,29 @@ class Recursion(ABC):
 
     A belief is a dataclass of tensors whose first axes are `[C, B]`. All methods are called inside
     `inferring`.
+
+    Args:
+        model: What it computes with.
+        given: What that is a copy of, in another precision; left out, it is the model itself.
     """
 
-    def __init__(self, model: CPOMDP) -> None:
+    def __init__(self, model: CPOMDP, given: CPOMDP | None = None) -> None:
         self.model = model
-        signature = read_signature(model)
-        self.signature = replace(signature, dependencies=dependencies(model, signature))
+        self._given = model if given is None else given
+        read = read_signature(model)
+        self.signature = replace(read, dependencies=dependencies(model, read))
         self.own = (1,) * model.max_plate_nesting
         self.context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *self.own)
+
+    def in_own_types(self, state: Any) -> State:
+        """A state in the types of the model as it was given."""
+        cast: State = map_state(lambda leaf, own: leaf.to(own.dtype), state, self._own_types)
+        return cast
+
+    @cached_property
+    def _own_types(self) -> Any:
+        """A `Leaf` for every tensor of the state."""
+        return signature(self._given).state
 
     @abstractmethod
     def start(self, num_episodes: int) -> Any:

@@ -21,8 +21,6 @@ from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, 
 from cpomdp_ppl.inference.scoring import Scored, Seen, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.weighing import NODES, TOO_FEW, Weighed, in_space, normal_points, on_a_line
-from cpomdp_ppl.signature import signature
-from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -171,20 +169,19 @@ class KalmanRecursion(Recursion):
     sensing = Sensed
 
     def __init__(self, model: CPOMDP, reward_points: int) -> None:
-        self._given = model
         self.in_double = True
         try:
             with double_precision():
-                self._read(in_double_precision(model), reward_points)
+                self._read(in_double_precision(model), model, reward_points)
         except RuntimeError:
             self.in_double = False
-            self._read(model, reward_points)
+            self._read(model, model, reward_points)
 
-    def _read(self, model: CPOMDP, reward_points: int) -> None:
+    def _read(self, model: CPOMDP, given: CPOMDP, reward_points: int) -> None:
         """Run every program once, to see what it is made of."""
         _require_sensible(model)
         with drawing(model):
-            Recursion.__init__(self, model)
+            Recursion.__init__(self, model, given)
         self.coordinates = Coordinates(model, self.signature)
         points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
         self.normal_points = points.to(model.device, self.coordinates.dtype)
@@ -448,9 +445,7 @@ class KalmanRecursion(Recursion):
 
     def _own(self, x: Tensor) -> State:
         """Vectors `[…, D]` as states of the model's own types."""
-        types = signature(self._given).state
-        cast: State = map_state(lambda leaf, own: leaf.to(own.dtype), self.coordinates.state(x), types)
-        return cast
+        return self.in_own_types(self.coordinates.state(x))
 
     def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
         """Rauch, Tung and Striebel's pass back through the filter; trajectories by backward simulation."""
@@ -516,8 +511,8 @@ class Backward:
     @staticmethod
     def through(moved: Transformed, before: GaussianBelief, after: GaussianBelief) -> Backward:
         """Back through a move from one belief to another."""
-        eps = torch.finfo(after.root.dtype).eps
-        J = moved.cross.double() @ pseudo_inverse(after.covariance.double(), eps)
+        rounding = 8 * after.root.shape[-1] * torch.finfo(after.root.dtype).eps
+        J = moved.cross.double() @ pseudo_inverse(after.covariance.double(), rounding)
         return Backward(before.mean.double(), after.mean.double(), J, moved.unexplained(J))
 
     def stood_still(self) -> Backward:
@@ -587,12 +582,15 @@ def square_root(P: Tensor) -> Tensor:
     return torch.stack(columns, -1)
 
 
-def pseudo_inverse(P: Tensor, eps: float) -> Tensor:
-    """Of a covariance `[…, D, D]`, scaled so that units of measurement do not decide what counts as zero."""
+def pseudo_inverse(P: Tensor, rtol: float) -> Tensor:
+    """Of a covariance `[…, D, D]`, scaled so that units of measurement do not decide what counts as zero.
+
+    That is a part of less than `rtol` of the largest.
+    """
     sd = P.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     scale = torch.where(sd > 0, sd, 1.0).reciprocal()
     scale = scale[..., :, None] * scale[..., None, :]
-    inverse: Tensor = torch.linalg.pinv(P * scale, rtol=8 * P.shape[-1] * eps, hermitian=True) * scale
+    inverse: Tensor = torch.linalg.pinv(P * scale, rtol=rtol, hermitian=True) * scale
     return inverse
 
 

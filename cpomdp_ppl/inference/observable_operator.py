@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +23,6 @@ from cpomdp_ppl.inference.enumeration import (
 )
 from cpomdp_ppl.inference.resampling import choose
 from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
-from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -104,11 +102,10 @@ class DiscreteRecursion(Recursion):
     rewards: Tensor
 
     def __init__(self, model: CPOMDP) -> None:
-        self._given = model
-        model = in_double_precision(model)
+        given, model = model, in_double_precision(model)
         require_sensible(model)
         with drawing(model):
-            super().__init__(model)
+            super().__init__(model, given)
 
     @abstractmethod
     def predict(self, p: Tensor, action: Tensor) -> Tensor:
@@ -192,14 +189,7 @@ class DiscreteRecursion(Recursion):
 
     def at(self, index: Tensor, place: Tensor) -> State:
         """As `as_states`, in the model's own types."""
-        states = self.as_states(index, place)
-        cast: State = map_state(lambda leaf, own: leaf.to(own.dtype), states, self._own_types)
-        return cast
-
-    @cached_property
-    def _own_types(self) -> Any:
-        """A `Leaf` for every tensor of the state, in the model's precision instead of ours."""
-        return signature(self._given).state
+        return self.in_own_types(self.as_states(index, place))
 
     def stays(self, action: Tensor) -> Tensor:
         """Which of the actions `[B]` are known to leave every state where it is, bool `[B]`."""

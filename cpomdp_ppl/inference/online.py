@@ -128,7 +128,7 @@ class OnlineFilter:
             belief = map_belief(torch.clone, self.belief)
             act = self._recursion.look if action is None else self._recursion.step
             belief, increment = act(belief, seen)
-            lived = (*self._lived, seen)
+            lived = (seen,) if self._backend.larger() is None else (*self._lived, seen)
             self.belief, self._total = updated(
                 self._backend, self._recursion, belief, self._total, increment, lived, self.prior
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.inference.kalman import pseudo_inverse
 from cpomdp_ppl.isolation import seed_for
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def settle(
     R, series = 2, []
     for k in range(iterations):
         at = scored(scores, u, [seed_for(seed, k, r) for r in range(R)])
-        inverse = pseudo_inverse(at.squares)
+        inverse = pseudo_inverse(at.squares, 1e-7)
         step = inverse @ at.gradient
         promised, by_noise = 0.5 * float(at.gradient @ step), 0.5 * float((inverse * at.noise).sum())
         series.append(at.value)
@@ -105,13 +106,6 @@ def settle(
                 break
             R *= 2
     return u, at, series, False
-
-
-def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """Of a matrix of squares, whatever the units; what has no squares at all has no inverse."""
-    scale = matrix.diagonal().sqrt().clamp(min=1e-150)
-    inverse: Tensor = torch.linalg.pinv(matrix / torch.outer(scale, scale), rtol=1e-7, hermitian=True)
-    return inverse / torch.outer(scale, scale)
 
 
 def inverse_of(information: Tensor) -> Tensor:
