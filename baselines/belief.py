@@ -11,13 +11,13 @@ from torch import Tensor
 
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring, rows_observed
+from cpomdp_ppl.inference.backend import inference_scope, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.inference.persistence import updated
-from cpomdp_ppl.inference.scoring import Seen
-from cpomdp_ppl.isolation import seed_for
+from cpomdp_ppl.rng import seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Memory:
     belief: Cloud
     prior: Tensor
     log_likelihood: Tensor
-    lived: tuple[Seen, ...] = ()
+    lived: tuple[Observed, ...] = ()
 
     @property
     def log_posterior(self) -> Tensor:
@@ -61,7 +61,7 @@ class Memory:
         """Before anything was seen, from a prior over contexts `[B, C]`."""
         B = len(prior)
         p = as_prior(prior, model.num_contexts, B).expand(B, -1)
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             belief = ParticleFilter(num_particles).recursion(model).start(B)
         p = p.double().to(model.device)
         return Memory(belief, p, torch.zeros_like(p))
@@ -73,7 +73,7 @@ class Memory:
             DegenerateWeightsError: If no context can have produced what was seen.
         """
         seen = as_seen(percept.action, percept.observations, percept.observed, time)
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             backend = ParticleFilter(self.belief.weights.shape[2])
             filtering = backend.recursion(model)
             belief = map_belief(torch.clone, self.belief)  # a recursion writes into what it is given
@@ -181,7 +181,7 @@ def conditioned(log_posterior: Tensor, increment: Tensor) -> Tensor:
 
 def as_seen(
     action: Tensor | None, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], time: int
-) -> Seen:
+) -> Observed:
     """A step as filters want it."""
     (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
-    return Seen(time, action, observations, observed, rows, complete=complete)
+    return Observed(time, action, observations, observed, rows, complete=complete)

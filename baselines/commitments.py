@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.errors import require
-from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -108,5 +108,5 @@ def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor],
 
 def moved(programs: SMC, states: Any, action: Tensor, shape: torch.Size) -> Any:
     """Where actions `[R]` lead from states `[C, R, M, …]`, of shape `[C, R, M]`."""
-    after, _ = programs.proposal.transition(states, shape, Seen(0, action, {}, {}))
+    after, _ = programs.proposal.transition(states, shape, Observed(0, action, {}, {}))
     return programs.signature.broadcast(after, shape)

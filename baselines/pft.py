@@ -21,9 +21,9 @@ from baselines.commitments import Commitment, plans, play, returns_after, return
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.rng import require_seed, seed_for
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
@@ -143,7 +143,7 @@ class PFT:
     def search(self, memory: Memory, time: int, chunk: int = 0) -> Tree:
         """The trees after all simulations, from beliefs held at a time; chunks draw different numbers."""
         require(0 <= time < self.model.horizon, "time", time, f"0 to {self.model.horizon - 1}")
-        with inferring(self.model, seed_for(self.seed, 2, time, chunk)):
+        with inference_scope(self.model, seed_for(self.seed, 2, time, chunk)):
             search = Search(self, memory, time)
             for k in range(1, self.num_simulations + 1):
                 search.simulate(k)
@@ -151,7 +151,7 @@ class PFT:
 
     def _episodes_at_once(self) -> int:
         """As many as bound the memory that trees take."""
-        with inferring(self.model, 0):
+        with inference_scope(self.model, 0):
             signature = read_signature(self.model)
         state = sum(leaf.shape.numel() for _, leaf in leaves(signature.state))
         seen = sum(site.shape.numel() for site in signature.observations.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.policies import Budget, Recipe
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from baselines.learned import Learned

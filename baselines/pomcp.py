@@ -35,11 +35,11 @@ from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.rng import require_seed, seed_for
+from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
-from cpomdp_ppl.simulate import simulate
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class POUCT(_TreeSearch):
         if t > 0 or self.model.initial_observation:
             seen = history.latest
             online.observe(seen.action, seen.observations, seen.observed)
-        with inferring(self.model, seed_for(self.seed, 2, t)):
+        with inference_scope(self.model, seed_for(self.seed, 2, t)):
             roots = self._roots(online.belief, online.posterior, t)
             agents = [agent(root, self.model.horizon, self.choices) for root in roots]
             return self._plan(agents, t), online
@@ -294,7 +294,7 @@ class POMCP(_TreeSearch):
     def act(self, history: History, memory: Trees) -> tuple[Tensor, Trees]:
         """Go down the tree to what was seen, and search on from there; actions `[B]` and the trees."""
         t = history.time
-        with inferring(self.model, seed_for(self.seed, 2, t)):
+        with inference_scope(self.model, seed_for(self.seed, 2, t)):
             programs = Generative(self.model)
             symbols = self.binning.symbols(history.latest)
             if t == 0:

@@ -19,9 +19,9 @@ from baselines.commitments import Commitment, moved, plans, returns_of
 from cpomdp_ppl.errors import require, require_count, require_model, require_number, whole_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.particle_filter import CELLS_AT_ONCE
-from cpomdp_ppl.isolation import require_seed, seed_for
+from cpomdp_ppl.rng import require_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class QMDP:
         """A quantity for all episodes, as many at once as memory allows."""
         proper = whole_number(time) is not None and 0 <= time < self.model.horizon
         require(proper, "time", time, f"0 to {self.model.horizon - 1}")
-        with inferring(self.model, seed_for(self.seed, purpose, time)):
+        with inference_scope(self.model, seed_for(self.seed, purpose, time)):
             ahead = OneStep(self, time)
             size = ahead.episodes_at_once if self.chunk is None else self.chunk
             return torch.cat([what(ahead, part) for part in memory.parts(size)])
@@ -133,7 +133,7 @@ class QMDP:
 class OneStep:
     """One step ahead of beliefs that are held at a time.
 
-    To be made and used inside `inferring`.
+    To be made and used inside `inference_scope`.
 
     Args:
         settings: The policy.

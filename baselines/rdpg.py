@@ -30,10 +30,10 @@ from baselines.learned import Learned
 from cpomdp_ppl.context import weighted_strata
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
-from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.progress import bar
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes

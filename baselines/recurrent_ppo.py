@@ -19,8 +19,8 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from baselines.learned import Learned
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, Encoding
-from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.progress import bar
+from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.page import first_line, render, section, sections
-from cpomdp_ppl.files import write_text_whole
+from cpomdp_ppl.experiments.files import write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def regenerate(names: Sequence[str], folder: Path = FOLDER, order: Sequence[str]
             continue
         new = section(script, output, time.perf_counter() - began)
         old = sections(page.read_text(encoding="utf-8")) if page.exists() else {}
-        write_text_whole(page, render({**old, name: new}, order))
+        write_text_atomic(page, render({**old, name: new}, order))
     return failed
 
 

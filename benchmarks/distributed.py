@@ -23,17 +23,17 @@ from torch.multiprocessing.spawn import spawn
 
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import LightDark
-from solvers.batchwide import ALONE
-from solvers.estimators import ActorCritic
-from solvers.learner import Learner
-from solvers.objectives import Information
-from solvers.policies import LSTMPolicy
-from solvers.priors import as_sampler
-from solvers.processes import Processes
-from solvers.schedules import Geometric, Linear
+from solvers.cids.batchwide import ALONE
+from solvers.cids.estimator import ActorCritic
+from solvers.cids.group import Processes
+from solvers.cids.learner import Learner
+from solvers.cids.objective import Information
+from solvers.cids.policy import LSTMPolicy
+from solvers.cids.priors import as_sampler
+from solvers.cids.schedules import Geometric, Linear
 
 if TYPE_CHECKING:
-    from solvers.batchwide import Batchwide
+    from solvers.cids.batchwide import Batchwide
 
 PHASES = ("rollout", "likelihood", "gradient")
 WARM_UP = 2

@@ -25,18 +25,18 @@ from cpomdp_ppl import simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.models import LightDark
 from solvers import cids
-from solvers.estimators import ActorCritic, Decisions, GradientStep, Reinforce
-from solvers.learner import Learner
-from solvers.objectives import Batch, Information, Variational
-from solvers.policies import LSTMPolicy
-from solvers.priors import as_sampler
-from solvers.schedules import Constant, Geometric, Linear, as_schedule
+from solvers.cids.estimator import ActorCritic, Decisions, GradientStep, Reinforce
+from solvers.cids.learner import Learner
+from solvers.cids.objective import Batch, Information, Variational
+from solvers.cids.policy import LSTMPolicy
+from solvers.cids.priors import as_sampler
+from solvers.cids.schedules import Constant, Geometric, Linear, as_schedule
 
 if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
-    from solvers.estimators import Estimator
-    from solvers.objectives import Objective
-    from solvers.schedules import Schedule
+    from solvers.cids.estimator import Estimator
+    from solvers.cids.objective import Objective
+    from solvers.cids.schedules import Schedule
 
 B, ITERATIONS = 200, 800
 PHASES = ("rollout", "likelihood", "gradient")

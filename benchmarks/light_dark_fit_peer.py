@@ -1,6 +1,6 @@
 """C-IDS on LightDark as one would write it for this one model: plain torch, time first, no checks.
 
-It does what `solvers.learner.Learner` does with the EKF, `Information` and `ActorCritic`, and nothing else.
+It does what `solvers.cids.learner.Learner` does with the EKF, `Information` and `ActorCritic`, and nothing else.
 """
 
 from __future__ import annotations

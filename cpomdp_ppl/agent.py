@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from cpomdp_ppl.errors import rejected, require, require_model
+from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import History, as_policy
+from cpomdp_ppl.rng import RandomStream, fresh_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -134,7 +134,7 @@ class Agent:
             self._history = History((self.filter.latest,))
             return
         if self.time >= self.model.horizon:
-            raise rejected("observations", observations, f"no more than {self.model.horizon} steps")
+            raise invalid("observations", observations, f"no more than {self.model.horizon} steps")
         if self._pending is None:
             if action is None:
                 raise RuntimeError("call act() first, or say which action was taken")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.errors import invalid, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,11 +19,11 @@ def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().resolve_conj().resolve_neg().numpy()
     if np.ma.is_masked(values):  # NumPy would take what is under the mask for data
-        raise rejected(argument, "a masked array", "an array without masked entries")
+        raise invalid(argument, "a masked array", "an array without masked entries")
     try:
         array: np.ndarray[Any, Any] = np.array(values)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, for instance
-        raise rejected(argument, values, "an array, rows all of the same length") from error
+        raise invalid(argument, values, "an array, rows all of the same length") from error
     if array.dtype.kind == "O" and all(isinstance(entry, str) for entry in array.ravel()):
         array = array.astype(str)
     require(array.dtype.kind in "biufU", argument, values, "an array of real numbers")
@@ -62,7 +62,7 @@ def as_type(argument: str, tensor: Tensor, dtype: torch.dtype, where: Tensor) ->
     bad = bad & on_the_right(where, tensor)
     if bool(bad.any()):
         kind = "truth values" if dtype == torch.bool else f"values of {dtype}"
-        raise rejected(argument, f"{tensor[bad][0].item()} at {place_of(bad)}", kind)
+        raise invalid(argument, f"{tensor[bad][0].item()} at {place_of(bad)}", kind)
     return cast
 
 

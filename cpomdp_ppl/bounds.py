@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_model
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.grid import BOUNDARY_MASS, GridFilter, GridRecursion
-from cpomdp_ppl.inference.observable_operator import ObservableOperator
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cpomdp_ppl.inference.observable_operator import DiscreteRecursion
+    from cpomdp_ppl.inference.finite import DiscreteRecursion
     from cpomdp_ppl.model import CPOMDP
 
 MEMORY = 2**30
@@ -69,7 +69,7 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
     if N is None and sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) > max_dim:
         return None
     try:
-        with inferring(model, 0):
+        with inference_scope(model, 0):
             if N is not None:
                 exact = ObservableOperator().recursion(model)
                 best = best_return(exact, exact.rewards)

@@ -19,7 +19,7 @@ from cpomdp_ppl.arrays import are_probabilities
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import UnsupportedModelError, whole_number
 from cpomdp_ppl.handlers import Batched, Recorded, base_of, mask_of
-from cpomdp_ppl.isolation import drawn_from, generators, isolated
+from cpomdp_ppl.rng import drawn_from, generators, isolated
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state, structure
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor
-from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.errors import invalid, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: i
     p, B, C = _real("prior", prior).to(torch.float64, copy=True), num_episodes, num_contexts
     require(p.shape in ((C,), (B, C)), "prior", list(p.shape), f"shape [{C}] or [{B}, {C}]")
     if not are_probabilities(p):
-        raise rejected("prior", p.tolist(), "non-negative probabilities that sum to 1")
+        raise invalid("prior", p.tolist(), "non-negative probabilities that sum to 1")
     return p
 
 
@@ -128,10 +128,10 @@ def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Ten
         tensor(1.)
     """
     if unit not in ("nats", "bits"):
-        raise rejected("unit", unit, '"nats" or "bits"')
+        raise invalid("unit", unit, '"nats" or "bits"')
     p = _real("probabilities", probabilities)
     if p.dim() == 0 or not are_probabilities(p.detach().double()):
-        raise rejected("probabilities", p.tolist(), "non-negative numbers that sum to 1 over the last axis")
+        raise invalid("probabilities", p.tolist(), "non-negative numbers that sum to 1 over the last axis")
     nats: Tensor = torch.special.entr(p).sum(-1)
     return nats / math.log(2) if unit == "bits" else nats
 

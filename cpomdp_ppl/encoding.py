@@ -11,8 +11,8 @@ from torch.nn.functional import embedding, one_hot
 from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.errors import ModelError, require_model
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
-from cpomdp_ppl.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
-from cpomdp_ppl.errors import EpisodesFileError, rejected, require, require_model, whole_number
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.errors import EpisodesFileError, invalid, require, require_model, whole_number
+from cpomdp_ppl.experiments.files import write_atomic
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import Leaf, ObservationSite, signature
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
@@ -378,7 +378,7 @@ class Episodes:
             with place.open("xb") as file:  # by its name alone, NumPy would add a suffix to it
                 np.savez_compressed(file, **arrays)
 
-        write_whole(path, save)
+        write_atomic(path, save)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Episodes:
@@ -450,7 +450,7 @@ def _require_range(argument: str, indices: Tensor, names: Sequence[str], where: 
     bad = ((indices < 0) | (indices >= len(names))) & where
     if bool(bad.any()):
         found = f"{int(indices[bad][0])} at {place_of(bad)}"
-        raise rejected(argument, found, f"0 to {len(names) - 1} ({', '.join(names)})")
+        raise invalid(argument, found, f"0 to {len(names) - 1} ({', '.join(names)})")
 
 
 def require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
@@ -459,7 +459,7 @@ def require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
         bad = ~torch.isfinite(tensor) & on_the_right(where, tensor)
         if bool(bad.any()):
             found = f"{tensor[bad][0].item()} at {place_of(bad)}"
-            raise rejected(argument, found, "finite values where observed")
+            raise invalid(argument, found, "finite values where observed")
 
 
 def _read(argument: str, values: Any, where: Tensor) -> Tensor:
@@ -570,7 +570,7 @@ def _require_told(
         if bool(hidden.any()):
             whether = "observed" if actions is not None else "initially_observed"
             value = values[site][hidden][0].tolist()
-            raise rejected(
+            raise invalid(
                 f"{argument}['{site}']",
                 f"{value} at {place_of(hidden)}, where the program masks it out",
                 f"NaN where nothing was observed, or `{whether}`, which says so: integers cannot",
@@ -590,7 +590,7 @@ def _require_support(argument: str, value: Tensor, spec: ObservationSite, flags:
     if bool(bad.any()):
         found = value[bad][0]
         shown = found.item() if found.numel() == 1 else found.tolist()
-        raise rejected(argument, f"{shown} at {place_of(bad)}", f"values within {spec.support}")
+        raise invalid(argument, f"{shown} at {place_of(bad)}", f"values within {spec.support}")
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -613,7 +613,7 @@ def _read_states(states: Any, model: CPOMDP, spec: Any, reached: Tensor) -> Any:
             bad = (tensor < 0) | (tensor >= model.states)
             if bool(bad.any()):
                 where = f"{tensor[bad][0].item()} at {place_of(bad)}"
-                raise rejected("states", where, f"indices 0 to {model.states - 1}")
+                raise invalid("states", where, f"indices 0 to {model.states - 1}")
         return tensor
 
     return map_state(read, spec, states)

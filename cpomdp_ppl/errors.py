@@ -63,7 +63,7 @@ class DegenerateWeightsError(ArithmeticError):
     """No context at all can have produced an episode."""
 
 
-def rejected(argument: str, value: Any, expected: str) -> ValueError:
+def invalid(argument: str, value: Any, expected: str) -> ValueError:
     """The error that says which argument is wrong, what it was and what it should be.
 
     Args:
@@ -84,9 +84,9 @@ def rejected(argument: str, value: Any, expected: str) -> ValueError:
 
 
 def require(condition: bool, argument: str, value: Any, expected: str) -> None:
-    """Raise `rejected(argument, value, expected)` unless the condition holds."""
+    """Raise `invalid(argument, value, expected)` unless the condition holds."""
     if not condition:
-        raise rejected(argument, value, expected)
+        raise invalid(argument, value, expected)
 
 
 def whole_number(value: Any) -> int | None:
@@ -103,7 +103,7 @@ def require_count(argument: str, value: Any) -> int:
     """Raise unless `value` is a positive integer (a `bool` is not one); return it as an `int`."""
     number = whole_number(value)
     if number is None or number < 1:
-        raise rejected(argument, value, "a positive integer")
+        raise invalid(argument, value, "a positive integer")
     return number
 
 

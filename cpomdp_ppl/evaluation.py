@@ -17,12 +17,12 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.context import entropy, one_prior, weighted_strata
 from cpomdp_ppl.errors import require, require_count, require_model
+from cpomdp_ppl.experiments.execute import filters_kept, in_parallel, require_workers, stays_here
 from cpomdp_ppl.inference.choice import follow_by
-from cpomdp_ppl.isolation import RandomStream, fresh_seed, require_seed
-from cpomdp_ppl.parallel import filters_kept, in_parallel, require_workers, stays_here
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.progress import bar
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rng import RandomStream, fresh_seed, require_seed
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -309,7 +309,7 @@ def evaluate(
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
             needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
-            or takes all cores; see `cpomdp_ppl.parallel`. It makes no difference to the result, unless a
+            or takes all cores; see `cpomdp_ppl.experiments.execute`. It makes no difference to the result, unless a
             policy changes as it plays: what it does to itself in another process stays there.
         progress: Whether to show a progress bar, by decisions (by batches, if those are played in other
             processes); or a function that is told now and then how far it has got, and how long it will take.

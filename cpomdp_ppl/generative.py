@@ -12,7 +12,7 @@ from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.inference.drawing import draw
-from cpomdp_ppl.inference.scoring import Seen, log_density_of_seen
+from cpomdp_ppl.inference.observed import Observed, log_density_of_seen
 from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import map_state
@@ -97,7 +97,7 @@ class Generative:
         C, N = self.model.num_contexts, len(next(iter(percept.observed.values())))
         states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
         contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
-        seen = Seen(0, percept.action, percept.observations, percept.observed)
+        seen = Observed(0, percept.action, percept.observations, percept.observed)
         shape = torch.Size((C, N, 1, *self._own))
 
         def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:

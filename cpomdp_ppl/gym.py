@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.context import as_prior
-from cpomdp_ppl.errors import ModelError, rejected, require, require_count, require_model
+from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.rollout import blind
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves, map_state
@@ -184,7 +184,7 @@ class _Course:
         require_model(model)
         self.model = model
         self.B = num_episodes
-        with inferring(model, 0):
+        with inference_scope(model, 0):
             self._programs = Generative(model)
         self._given = None if prior is None else as_prior(prior, model.num_contexts, self.B)
         self._backend = None if likelihood is None else as_backend(likelihood)
@@ -198,7 +198,7 @@ class _Course:
         """Begin all episodes, in the given contexts `[B]` or in those that are drawn."""
         model, B = self.model, self.B
         seed, filter_seed = (int(n) for n in generator.integers(2**32, size=2))  # with a filter and without
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             prior = as_prior(model.prior(), model.num_contexts, B) if self._given is None else self._given
             if contexts is None:
                 contexts = torch.multinomial(prior.expand(B, -1), 1).squeeze(1)
@@ -219,7 +219,7 @@ class _Course:
         if self.time is None or self.time >= self.model.horizon:
             over = "" if self.time is None else f"the episode is over after {self.time} steps; "
             raise ResetNeeded(f"{over}call reset() before step()")
-        with inferring(self.model, int(generator.integers(2**32))):
+        with inference_scope(self.model, int(generator.integers(2**32))):
             step = self._programs.step(self.state, actions.to(self.model.device), self.contexts)
         self._require_finite(self.time, reward={"reward": step.reward})
         self._require_finite(self.time + 1, transition=step.state, observation=step.percept.observations)
@@ -493,4 +493,4 @@ def _mode(mode: AutoresetMode | str) -> AutoresetMode:
     try:
         return AutoresetMode(mode)
     except ValueError as error:
-        raise rejected("autoreset_mode", mode, f"one of {[m.value for m in AutoresetMode]}") from error
+        raise invalid("autoreset_mode", mode, f"one of {[m.value for m in AutoresetMode]}") from error

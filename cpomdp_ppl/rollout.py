@@ -1,4 +1,4 @@
-"""The episode itself: the one loop over time."""
+"""Playing episodes in batch: the one loop over time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,123 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import as_indices
+from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import Episodes, filled
-from cpomdp_ppl.errors import ModelError, rejected
-from cpomdp_ppl.handlers import Recorded, mask_of
+from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
+from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy
+from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature
-from cpomdp_ppl.state import map_state
+from cpomdp_ppl.state import leaves, map_state
 
 CELLS_AT_ONCE = 2**15
 """States whose rewards are computed together."""
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import Signature
+
+
+def simulate(
+    model: CPOMDP,
+    policy: Policy | Callable[[History], Decision],
+    num_episodes: int,
+    *,
+    contexts: int | str | Sequence[int | str] | Tensor | None = None,
+    prior: Sequence[float] | Tensor | None = None,
+    seed: int | None = None,
+) -> Episodes:
+    """Draw episodes, all at once; the only loop is over time.
+
+    Args:
+        model: The CPOMDP.
+        policy: Who acts: a `Policy`, or a function from a `History` to actions.
+        num_episodes: How many episodes B.
+        contexts: The true contexts, by index or name: one for all, one for each episode `[B]`, or
+            `"balanced"` for each context equally often (as far as B allows). Left out, they are drawn from
+            the prior.
+        prior: Prior over contexts, `[C]`, or one for each episode `[B, C]`; the model's if left out.
+        seed: The same seed gives the same episodes; left out, fresh entropy is taken. The caller's
+            random number generators, param store and validation flags stay as they were, and handlers
+            around this call see nothing of it.
+
+    Returns:
+        The episodes, with everything about them known.
+
+    Raises:
+        ValueError: On arguments that make no sense, or a policy that returns impossible actions.
+        ModelError: If the model is incomplete, or produced something that is not finite.
+
+    Example:
+        >>> from cpomdp_ppl import RandomPolicy
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> simulate(model, RandomPolicy(model.num_actions), 1000, contexts="balanced", seed=0)
+        Episodes(B=1000, T=20, sites=['z'], known=['contexts', 'states', 'rewards', 'returns'], device='cpu')
+    """
+    require_model(model)
+    B = require_count("num_episodes", num_episodes)
+    with (
+        isolated(seed),
+        torch.no_grad(),
+        poutine.block(),
+        model.running(),
+        Batched((B,), model.max_plate_nesting),
+    ):
+        p = model.prior()
+        if prior is not None:
+            p = as_prior(prior, model.num_contexts, B).to(p)
+        c = _contexts(contexts, p, model, B)
+        episodes = rollout(model, policy, c, p)
+    _require_finite(model, episodes)
+    return episodes
+
+
+def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
+    C = model.num_contexts
+    if contexts is None:
+        # By inverting the distribution function; `multinomial` is many times slower.
+        # Divided by its last value, it is exactly 1 from the last possible context on.
+        u = torch.rand(B, *[1] * (prior.dim() - 1), dtype=prior.dtype, device=model.device)
+        total = prior.cumsum(-1)
+        return torch.searchsorted(total / total[..., -1:], u, right=True).clamp(max=C - 1).reshape(B)
+    if isinstance(contexts, str) and contexts == "balanced":
+        return torch.arange(B, device=model.device) % C
+    if isinstance(contexts, str):
+        known = contexts in model.context_names
+        require(known, "contexts", contexts, f'"balanced" or a name out of {list(model.context_names)}')
+    c = as_indices("contexts", contexts, model.context_names).to(model.device)
+    require(c.shape in ((), (B,)), "contexts", list(c.shape), f"a single index or shape [{B}]")
+    low, high = (int(extreme) for extreme in c.aminmax())
+    require(low >= 0 and high < C, "contexts", f"indices from {low} to {high}", f"indices 0 to {C - 1}")
+    return c.expand(B)
+
+
+def _require_finite(model: CPOMDP, episodes: Episodes) -> None:
+    """A program that left the reals must not pass for data."""
+    produced: list[tuple[str, str, Any, int]] = [("reward", "the reward", episodes.rewards, 0)]
+    produced += [("transition", f"'{name}'", leaf, 0) for name, leaf in leaves(episodes.states)]
+    for site, values in (episodes.initial_observations or {}).items():
+        produced.append(("observation", f"site '{site}'", values[:, None], 0))
+    produced += [("observation", f"site '{site}'", seen, 1) for site, seen in episodes.observations.items()]
+    faults = []
+    for method, what, values, first in produced:
+        if values.is_floating_point() and not bool(torch.isfinite(values.sum())):
+            if bool(torch.isfinite(values).all()):  # the sum itself overflowed
+                continue
+            b, t = (~torch.isfinite(values)).nonzero()[0, :2].tolist()
+            context = model.context_names[int(episodes.contexts[b])]  # type: ignore[index]
+            wrong = values[b, t][~torch.isfinite(values[b, t])][0]
+            program = "initial" if method == "transition" and t == 0 else method
+            faults.append(
+                f"{program}: {what} is {wrong} at time {t + first} of episode {b} "
+                f"in context '{context}'; it must be finite"
+            )
+    if faults:
+        raise ModelError(type(model).__name__, faults)
 
 
 def rollout(
@@ -159,20 +261,20 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple
     if isinstance(decision, torch.distributions.Categorical):
         shape = decision.param_shape
         if shape != (B, num_actions):
-            raise rejected("policy", f"logits of shape {list(shape)}", f"shape [{B}, {num_actions}]")
+            raise invalid("policy", f"logits of shape {list(shape)}", f"shape [{B}, {num_actions}]")
         if not isinstance(decision, UniformActions):
             _require_probabilities(decision)
         if S + own == (B,) and isinstance(decision, dist.Categorical):
             return decision
         return dist.Categorical(logits=decision.logits.reshape(S + own + (num_actions,)))
     if not isinstance(decision, Tensor):
-        raise rejected("policy", decision, "actions [B] or a Categorical over them")
+        raise invalid("policy", decision, "actions [B] or a Categorical over them")
     if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
         found = f"{decision.dtype} of shape {list(decision.size())}"
-        raise rejected("policy", found, f"int64 actions of shape [{B}]")
+        raise invalid("policy", found, f"int64 actions of shape [{B}]")
     lowest, highest = (int(extreme) for extreme in decision.aminmax())
     if lowest < 0 or highest >= num_actions:
-        raise rejected("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
+        raise invalid("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
     return dist.Delta(decision.long().reshape(S + own))
 
 
@@ -181,4 +283,4 @@ def _require_probabilities(decision: torch.distributions.Categorical) -> None:
     lowest = float((decision.probs if by_probability else decision.logits).min())  # NaN if any is
     if not lowest >= (0.0 if by_probability else -math.inf):
         what = "probabilities" if by_probability else "logits"
-        raise rejected("policy", f"{what} as low as {lowest}", "proper probabilities")
+        raise invalid("policy", f"{what} as low as {lowest}", "proper probabilities")

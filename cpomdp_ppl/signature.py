@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from cpomdp_ppl.dataflow import Dependencies
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.handlers import Batched, Recorded
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.state import State, leaves, map_state, structure
 
 if TYPE_CHECKING:

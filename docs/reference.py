@@ -14,7 +14,7 @@ from cpomdp_ppl import CPOMDP, Agent, Episodes, History
 from cpomdp_ppl.evaluation import Comparison, Evaluation, Mean
 from cpomdp_ppl.inference import Filtering, OnlineFilter, Smoothing
 from cpomdp_ppl.policy import Percept, Policy
-from solvers.solution import Solution
+from solvers.cids.solution import Solution
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

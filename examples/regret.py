@@ -15,7 +15,7 @@ import torch
 from baselines.simple import Always, PosteriorSampling
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from solvers import cids, regret
-from solvers.regret_plots import plot_entropy, plot_ratio, plot_regret
+from solvers.regret.plots import plot_entropy, plot_ratio, plot_regret
 
 OUT = Path("runs/regret")
 TEMPERATURES = (0.1, 0.3, 1.0, 3.0, 10.0)

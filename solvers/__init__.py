@@ -1,5 +1,24 @@
 """Solvers: policies learned from a CPOMDP."""
 
+import sys
+
 from solvers import cids
+from solvers.cids import callbacks, estimator, group, objective, policy, priors, schedules, solution
+from solvers.regret import plots
 
 __all__ = ["cids"]
+
+# Where these modules were before `solvers.cids` and `solvers.regret` became packages: imports that users have.
+_EARLIER = {
+    "callbacks": callbacks,
+    "estimators": estimator,
+    "objectives": objective,
+    "policies": policy,
+    "priors": priors,
+    "processes": group,
+    "regret_plots": plots,
+    "schedules": schedules,
+    "solution": solution,
+}
+for _name, _module in _EARLIER.items():
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name] = _module

@@ -37,23 +37,24 @@ from cpomdp_ppl.cli.options import (
 from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.cli.target import Results, Target
 from cpomdp_ppl.evaluation import Mean
+from cpomdp_ppl.experiments.run_files import CHECKPOINT, HISTORY, LIVED, SOLUTION
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.run_files import CHECKPOINT, HISTORY, LIVED, SOLUTION
 from solvers import cids
-from solvers.objectives import OBJECTIVES
-from solvers.processes import batchwide, joined
+from solvers.cids.group import batchwide, joined
+from solvers.cids.objective import OBJECTIVES
+from solvers.cids.training import WINDOW
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from matplotlib.figure import Figure
 
+    from cpomdp_ppl.experiments.run_folder import RunFolder
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
-    from cpomdp_ppl.run_folder import RunFolder
-    from solvers.batchwide import Batchwide
-    from solvers.run import Run
-    from solvers.solution import Solution
+    from solvers.cids.batchwide import Batchwide
+    from solvers.cids.solution import Solution
+    from solvers.episodes.record import Run
 
 MOMENT = 0.5  # seconds
 
@@ -164,7 +165,7 @@ def keep(folder: RunFolder, solution: Solution) -> None:
 
 def last(solution: Solution) -> str:
     """What was measured at the end, as a mean over the last iterations, in a sentence."""
-    end = solution.history.isel(iteration=slice(-cids.WINDOW, None))
+    end = solution.history.isel(iteration=slice(-WINDOW, None))
     parts = {"return": "return {:.3f}", "entropy": "H(C|Y) {:.3f} bits"}
     words = [text.format(float(end[name].mean())) for name, text in parts.items() if name in end]
     iterations = solution.history.sizes["iteration"]

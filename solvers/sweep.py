@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl import evaluate
-from cpomdp_ppl import sweep as sweeps
-from cpomdp_ppl.digest import digest
 from cpomdp_ppl.errors import require, require_count, require_model, whole_number
+from cpomdp_ppl.experiments import sweep as sweeps
+from cpomdp_ppl.experiments.execute import RETRIES
+from cpomdp_ppl.experiments.fingerprint import digest
+from cpomdp_ppl.experiments.sweep_axes import Grid
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.model import CPOMDP
-from cpomdp_ppl.parallel import RETRIES
-from cpomdp_ppl.sweep_axes import Grid
 from solvers import cids
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from cpomdp_ppl.sweep_axes import Axis
+    from cpomdp_ppl.experiments.sweep_axes import Axis
 
 FITS = "fits"
 """Where checkpoints are, in the folder of a sweep."""
@@ -58,7 +58,7 @@ def sweep(
         folder: Where outcomes are kept, and checkpoints of fits that are not finished: a sweep that was
             killed goes on from there, and so do its fits, if processes elsewhere see the same folder. Sweeps
             can share a folder at the same time if they have no point in common.
-        workers: How many processes; see `cpomdp_ppl.sweep.sweep`.
+        workers: How many processes; see `cpomdp_ppl.experiments.sweep.sweep`.
         retries: How often a point is taken up again whose process was killed.
         progress: Whether to show a progress bar.
         settings: Of `cids.fit`. A list of numbers or words, or a mapping from labels to anything, is an axis;
@@ -105,7 +105,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class FitAndEvaluate:
-    """A task for `cpomdp_ppl.sweep.sweep`: fit C-IDS, and evaluate its policy.
+    """A task for `cpomdp_ppl.experiments.sweep.sweep`: fit C-IDS, and evaluate its policy.
 
     Attributes:
         num_episodes: To evaluate with.

@@ -16,8 +16,8 @@ import torch
 
 from cpomdp_ppl import RandomPolicy, evaluate
 from cpomdp_ppl.errors import ModelError
+from cpomdp_ppl.experiments.execute import in_parallel
 from cpomdp_ppl.models import LineGrid
-from cpomdp_ppl.parallel import in_parallel
 
 
 def surroundings(_):

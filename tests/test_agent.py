@@ -11,7 +11,7 @@ from cpomdp_ppl.errors import ObservationError
 from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.inference.choice import default_backend
 from cpomdp_ppl.models import LightDark
-from solvers.policies import LSTMPolicy
+from solvers.cids.policy import LSTMPolicy
 from tests.programs import EyesOpen, Plates, Walk
 
 

@@ -30,9 +30,9 @@ from cpomdp_ppl.cli.plugins import COMMANDS, POLICIES, is_installed
 from cpomdp_ppl.cli.report import likelihood_of
 from cpomdp_ppl.diagnostics import calibrate
 from cpomdp_ppl.evaluation import Evaluation
+from cpomdp_ppl.experiments.run_folder import RunFolder
 from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LineGrid
-from cpomdp_ppl.run_folder import RunFolder
 from solvers import cids
 
 ROOT = Path(__file__).parent.parent
@@ -380,7 +380,7 @@ def test_a_killed_fit_is_evaluated_from_its_checkpoint(elsewhere, capsys):
     words = ["fit", LINE_GRID, "horizon=4", "--likelihood", "exact", "--batch-size", "8", "--seed", "5"]
     words += ["--iterations", "40", "--checkpoint-every", "22", "--run", "here", "--quiet"]
     with pytest.MonkeyPatch.context() as patch:  # as after kill -9: nothing is written any more
-        patch.setattr("solvers.cids._show", killing(after=30))
+        patch.setattr("solvers.cids.training._show", killing(after=30))
         with pytest.raises(SystemExit):
             main(words)
     assert not Path("here/solution").exists()
@@ -1069,7 +1069,7 @@ def test_what_begins_again_does_not_say_that_it_goes_on(elsewhere, capsys, monke
     words = ["simulate", *words[1:], "--num-episodes", "4"]
     words[-3] = "other"
     with monkeypatch.context() as patch:
-        patch.setattr("cpomdp_ppl.run_folder.RunFolder.write_table", interrupted)
+        patch.setattr("cpomdp_ppl.experiments.run_folder.RunFolder.write_table", interrupted)
         assert main(words) == 130
     assert "stopped; other has episodes.npz; to begin again: " in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import torch
 
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.signature import signature
 from tests.programs import Walk
 
@@ -21,7 +21,7 @@ from tests.programs import Walk
 def found(observation, **attributes):
     """The parents of every site of an observation program that has any."""
     model = type("Watched", (Walk,), {"observation": observation, **attributes})()
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         return dependencies(model, signature(model))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, EpisodesFileError, RandomPolicy, simulate
-from cpomdp_ppl.files import DiskFullError
+from cpomdp_ppl.experiments.files import DiskFullError
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
 from tests.programs import EyesOpen, Plates, Walk

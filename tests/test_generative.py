@@ -5,7 +5,7 @@ import torch
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.state import leaves
@@ -15,7 +15,7 @@ from tests.programs import EyesOpen, Plates
 
 def by_hand(model, actions, contexts, seed):
     """Episodes by single steps: rewards `[B, T]`, last states, flags and values at the last step."""
-    with inferring(model, seed):
+    with inference_scope(model, seed):
         programs = Generative(model)
         state, rewards = programs.initial(contexts), []
         for a in actions:
@@ -60,7 +60,7 @@ def test_shapes_with_plates_and_initial_observations(program):
         assert values.shape == episodes.observations[site][:, 0].shape
         assert percept.observed[site].shape == episodes.observed[site][:, 0].shape
     if model.initial_observation:
-        with inferring(model, 0):
+        with inference_scope(model, 0):
             programs = Generative(model)
             first = programs.look(programs.initial(contexts), contexts)
         assert first.action is None
@@ -71,7 +71,7 @@ def test_each_step_has_its_own_action_and_context():
     from cpomdp_ppl.models import LineGrid
 
     model = LineGrid()
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = Generative(model)
         state = torch.tensor([3, 3, 3, 0, 0])
         step = programs.step(state, torch.tensor([0, 1, 2, 0, 0]), torch.tensor([0, 0, 0, 0, 1]))
@@ -86,7 +86,7 @@ def test_a_density_for_every_context_is_that_of_the_sensor():
     x, z = torch.tensor([2.0, -1.5, 0.5, 3.0]), torch.tensor([1.0, -4.0, 0.0, 0.0])
     seen = torch.tensor([True, True, True, False])
     percept = Percept(torch.tensor([2, 2, 2, 0]), {"z": z}, {"z": seen})
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         found = Generative(model).log_density(x, percept)
     lit = torch.stack([x > 0, x < 0], 1)
     noise = torch.distributions.Normal(x[:, None], torch.where(lit, 1.0, 8.0).sqrt())
@@ -98,12 +98,12 @@ def test_densities_agree_with_a_filter_of_one_particle(program):
     """Conditioned on the same states, a particle filter weighs by the same densities."""
     from cpomdp_ppl.inference import ParticleFilter
     from cpomdp_ppl.inference.backend import rows_observed
-    from cpomdp_ppl.inference.scoring import Seen
+    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.state import map_state
 
     model, B = program(), 5
     contexts = torch.arange(B) % model.num_contexts
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs, recursion = Generative(model), ParticleFilter(1).recursion(model)
         step = programs.step(programs.initial(contexts), torch.zeros(B, dtype=torch.long), contexts)
         found = programs.log_density(step.state, step.percept)
@@ -112,7 +112,7 @@ def test_densities_agree_with_a_filter_of_one_particle(program):
         map_state(lambda kept, leaf: kept.copy_(leaf[None, :, None].expand_as(kept)), cloud.state, step.state)
         percept = step.percept
         (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in percept.observed.items()})
-        seen = Seen(1, percept.action, percept.observations, percept.observed, rows, complete=complete)
+        seen = Observed(1, percept.action, percept.observations, percept.observed, rows, complete=complete)
         _, increment = recursion.look(cloud, seen)
     assert found.shape == (B, C)
     torch.testing.assert_close(found.double(), increment.T)

@@ -26,8 +26,8 @@ from cpomdp_ppl.cli.plugins import POLICIES
 from cpomdp_ppl.cli.policies import Budget, code_hash, recipe
 from cpomdp_ppl.cli.target import Results, load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
-from cpomdp_ppl.run_files import COMPARISON
-from cpomdp_ppl.run_folder import RunFolder
+from cpomdp_ppl.experiments.run_files import COMPARISON
+from cpomdp_ppl.experiments.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

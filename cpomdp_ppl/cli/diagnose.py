@@ -31,10 +31,10 @@ from cpomdp_ppl.diagnostics import (
     summary,
     to_inference_data,
 )
+from cpomdp_ppl.experiments.run_files import CALIBRATION, GOOD_RHAT, RHAT
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.isolation import seed_for
-from cpomdp_ppl.run_files import CALIBRATION, GOOD_RHAT, RHAT
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rng import seed_for
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

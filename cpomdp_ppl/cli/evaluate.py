@@ -20,7 +20,7 @@ from cpomdp_ppl.cli.options import (
 )
 from cpomdp_ppl.cli.target import Target
 from cpomdp_ppl.evaluation import evaluate as take_stock
-from cpomdp_ppl.run_files import EVALUATION
+from cpomdp_ppl.experiments.run_files import EVALUATION
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

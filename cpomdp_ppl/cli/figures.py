@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.options import note
 from cpomdp_ppl.cli.plugins import is_installed
-from cpomdp_ppl.run_folder import FIGURES
+from cpomdp_ppl.experiments.run_folder import FIGURES
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from cpomdp_ppl.run_folder import RunFolder
+    from cpomdp_ppl.experiments.run_folder import RunFolder
 
 
 def figure_files(names: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from cpomdp_ppl.cli.command import Command
 from cpomdp_ppl.cli.errors import FAULT, INTERRUPTED, OK, USER_ERROR, CommandError, is_user_error
 from cpomdp_ppl.cli.plugins import COMMANDS
-from cpomdp_ppl.files import DiskFullError, is_disk_full
+from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.model import as_arguments
-from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.errors import invalid, require
 from cpomdp_ppl.inference import BACKENDS
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def backend(text: str) -> Backend:
     name, *settings = text.split(",")
     try:
         if name not in BACKENDS:
-            raise rejected("likelihood", name, f"one of {', '.join(BACKENDS)}")
+            raise invalid("likelihood", name, f"one of {', '.join(BACKENDS)}")
         arguments, kind = as_arguments(settings), BACKENDS[name]
         taken = list(inspect.signature(kind).parameters)
         expected = f"settings out of {', '.join(taken)}" if taken else "no settings"

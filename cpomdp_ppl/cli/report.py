@@ -22,10 +22,10 @@ from cpomdp_ppl.cli.options import (
     shows_progress,
 )
 from cpomdp_ppl.cli.policies import Budget, is_own, recipe
-from cpomdp_ppl.cli.recorded import spec_of
+from cpomdp_ppl.cli.provenance import spec_of
 from cpomdp_ppl.cli.target import load_solution, solution_place
+from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError
 from cpomdp_ppl.inference import BACKENDS, as_backend
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

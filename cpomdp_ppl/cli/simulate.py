@@ -19,7 +19,7 @@ from cpomdp_ppl.cli.options import (
 )
 from cpomdp_ppl.cli.target import Target
 from cpomdp_ppl.evaluation import Mean
-from cpomdp_ppl.simulate import simulate as play
+from cpomdp_ppl.rollout import simulate as play
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -15,11 +15,11 @@ from cpomdp_ppl.cli.model import ModelSpec, hash_of
 from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, is_own, recipe
-from cpomdp_ppl.cli.recorded import spec_of
-from cpomdp_ppl.files import DiskFullError, is_disk_full
-from cpomdp_ppl.isolation import fresh_seed
-from cpomdp_ppl.run_files import CHECKPOINT, SOLUTION
-from cpomdp_ppl.run_folder import RECORD, RunFolder, RunFolderError, next_folder
+from cpomdp_ppl.cli.provenance import spec_of
+from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
+from cpomdp_ppl.experiments.run_files import CHECKPOINT, SOLUTION
+from cpomdp_ppl.experiments.run_folder import RECORD, RunFolder, RunFolderError, next_folder
+from cpomdp_ppl.rng import fresh_seed
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -15,15 +15,15 @@ from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
 from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inferring, initial_step, require_same_sites, steps
+from cpomdp_ppl.inference.backend import inference_scope, initial_step, require_same_sites, steps
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.persistence import updated
-from cpomdp_ppl.isolation import isolated, require_seed, seed_for
 from cpomdp_ppl.model import CPOMDP
+from cpomdp_ppl.rng import isolated, require_seed, seed_for
+from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
-from cpomdp_ppl.simulate import simulate
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend, Recursion
-    from cpomdp_ppl.inference.scoring import Seen
+    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.policy import Decision, History, Percept, Policy
     from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
@@ -353,7 +353,7 @@ def calibrate(
     given = None if prior is None else one_prior(prior, model)
     episodes = simulate(model, policy, B, prior=given, seed=seed_for(seed, 0))
     assert episodes.contexts is not None
-    with inferring(believed, seed_for(seed, 1)):
+    with inference_scope(believed, seed_for(seed, 1)):
         recursion = backend.recursion(believed)
         require_same_sites(recursion, episodes)
         programs = Generative(believed)
@@ -594,7 +594,7 @@ class _Chunk:
         belief = recursion.start(B)
         total = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
         prior = self.prior.double().expand(B, -1)
-        lived: list[Seen] = []
+        lived: list[Observed] = []
         if model.initial_observation:
             seen = initial_step(self.episodes, self.offset)
             lived.append(seen)
@@ -610,7 +610,7 @@ class _Chunk:
         return self.posterior(total, self.episodes.horizon), self.ranks
 
     def compare(
-        self, kind: str, drawn: Callable[..., Iterator[Drawn]], belief: Any, total: Tensor, seen: Seen
+        self, kind: str, drawn: Callable[..., Iterator[Drawn]], belief: Any, total: Tensor, seen: Observed
     ) -> None:
         """Rank one kind of quantity, in the episodes whose time it is."""
         due = {what: at == seen.time for what, at in self.times.items() if what[0] == kind}
@@ -637,14 +637,14 @@ class _Chunk:
             lambda leaf, values: values[contexts, r, m].to(leaf.dtype), self.programs.signature.state, states
         )
 
-    def filtered(self, belief: Any, total: Tensor, seen: Seen, rows: Tensor) -> Iterator[Drawn]:
+    def filtered(self, belief: Any, total: Tensor, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
         """The true `s_t`, and draws from `P(s_t | o_{1:t})`, by leaf."""
         _, states = self.draw(belief, total, seen.time, rows)
         true = map_state(lambda leaf: leaf[rows, seen.time], self.episodes.states)
         for (_, draws), (_, truth) in zip(leaves(states), leaves(true), strict=True):
             yield truth.reshape(len(rows), -1), draws.reshape(len(rows), self.M, -1), None
 
-    def predicted(self, belief: Any, total: Tensor, seen: Seen, rows: Tensor) -> Iterator[Drawn]:
+    def predicted(self, belief: Any, total: Tensor, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
         """What was seen at t + 1, and draws from `P(o_{t+1} | h_t, a_t)`, by site."""
         R, M = len(rows), self.M
         contexts, states = self.draw(belief, total, seen.time - 1, rows)

@@ -20,10 +20,10 @@ from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring, require_same_sites
+from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.persistence import filtered, smoothed
-from cpomdp_ppl.isolation import fresh_seed, seed_for
+from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class _Export:
         self.model, self.episodes, self.seed = model, episodes, seed
         self.chains, self.draws = chains, draws
         B, C = len(episodes), model.num_contexts
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             p = as_prior(model.prior() if prior is None else prior, C, B)
             recursion = backend.recursion(model)
             require_same_sites(recursion, episodes)
@@ -340,7 +340,7 @@ class _Export:
             smoothing = smoothed(self.backend, self.model, piece.episodes, self.draws, seed=seed)
             self.smoothing = smoothing.method
             log_posterior = filtering.log_posterior(piece.prior)  # [B, T+1, C]
-            with inferring(self.model, seed_for(self.seed, AFTER, chain, piece.start)):
+            with inference_scope(self.model, seed_for(self.seed, AFTER, chain, piece.start)):
                 context = _indices(log_posterior[:, -1].exp(), self.draws)  # [M, B]
                 joint = _Joint(context, _under(context, smoothing.trajectories))
                 replicas = self._replicas(joint, piece.episodes)
@@ -353,7 +353,7 @@ class _Export:
         """Draws of what is hidden and of what would be seen, knowing nothing but the actions."""
         M, B, T = self.draws, len(piece.episodes), piece.episodes.horizon
         actions, lengths = piece.episodes.actions.repeat(M, 1), piece.episodes.lengths.repeat(M)  # of M·B
-        with inferring(self.model, seed_for(self.seed, BEFORE, piece.start)):
+        with inference_scope(self.model, seed_for(self.seed, BEFORE, piece.start)):
             programs = self.programs
             context = _indices(piece.prior, M)  # [M, B]
             c = context.flatten()

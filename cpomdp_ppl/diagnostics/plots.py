@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from cpomdp_ppl.errors import rejected, require, whole_number
+from cpomdp_ppl.errors import invalid, require, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -298,7 +298,7 @@ def _plot_ess(axis: Axes, data: InferenceData | xr.DataTree, episode: int) -> No
     stats = _group(data, "sample_stats")
     total, threshold = (stats.attrs.get(name) for name in ("num_particles", "ess_threshold"))
     if total is None or threshold is None:
-        raise rejected("data", stats.attrs, "attributes num_particles and ess_threshold of sample_stats")
+        raise invalid("data", stats.attrs, "attributes num_particles and ess_threshold of sample_stats")
     fraction = _until_its_end(data, stats["ess"], episode) / total
     # Resampling is filed under the step that it comes before, and was decided by what the last one left.
     after = _until_its_end(data, stats["resampled"], episode).shift(time=-1, fill_value=False)
@@ -372,7 +372,7 @@ def _group(data: Any, group: str, variable: str | None = None) -> xr.Dataset:
         known = False
     if not known:
         needed = f"the group '{group}'" + ("" if variable is None else f" and its '{variable}'")
-        raise rejected("data", data, f"what `to_inference_data` returns, with {needed}")
+        raise invalid("data", data, f"what `to_inference_data` returns, with {needed}")
     return found
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.errors import invalid
 from cpomdp_ppl.inference.backend import Backend
-from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
+from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
 from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.grid import GridFilter
-from cpomdp_ppl.inference.observable_operator import ObservableOperator
 from cpomdp_ppl.inference.online import OnlineFilter
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
 from cpomdp_ppl.inference.reference import reference_backend
 from cpomdp_ppl.inference.smoothing import Smoothing
-from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
+from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 
 __all__ = [
     "BACKENDS",
@@ -53,5 +53,5 @@ common_random_numbers=True, chunk=None)
     if isinstance(likelihood, Backend):
         return likelihood
     if not isinstance(likelihood, str) or likelihood not in BACKENDS:
-        raise rejected("likelihood", likelihood, f"one of {list(BACKENDS)}, or a backend")
+        raise invalid("likelihood", likelihood, f"one of {list(BACKENDS)}, or a backend")
     return BACKENDS[likelihood]()

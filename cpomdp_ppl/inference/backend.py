@@ -24,9 +24,9 @@ from cpomdp_ppl.errors import (
 )
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.filtering import Filtering
-from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.smoothing import Smoothing
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature, signature
 from cpomdp_ppl.state import leaves, map_state
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def inferring(model: CPOMDP, seed: int | None = None) -> Iterator[None]:
+def inference_scope(model: CPOMDP, seed: int | None = None) -> Iterator[None]:
     """Where recursions run: without gradients, seeded, out of sight of any handler, the caller left alone."""
     with isolated(seed), torch.no_grad(), poutine.block(), model.running():
         yield
@@ -50,7 +50,7 @@ class Recursion(ABC):
     """One backend at work on one model: how a belief changes in a step.
 
     A belief is a dataclass of tensors whose first axes are `[C, B]`. All methods are called inside
-    `inferring`.
+    `inference_scope`.
 
     Args:
         model: What it computes with.
@@ -80,11 +80,11 @@ class Recursion(ABC):
         """The belief about `s_0`."""
 
     @abstractmethod
-    def look(self, belief: Any, seen: Seen) -> tuple[Any, Tensor]:
+    def look(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
         """Condition on what was seen, without moving. Returns the belief and the increment `[C, B]`."""
 
     @abstractmethod
-    def step(self, belief: Any, seen: Seen) -> tuple[Any, Tensor]:
+    def step(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
         """Move by `seen.action`, then condition on what was seen. Returns belief and increment `[C, B]`."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Recursion(ABC):
         """Effective sample size, `[C, B]`, of beliefs that have one."""
         return None
 
-    def resampled(self, belief: Any, seen: Seen) -> Tensor | None:
+    def resampled(self, belief: Any, seen: Observed) -> Tensor | None:
         """Whether particles were resampled in the step, bool `[C, B]`, for beliefs that have them."""
         return None
 
@@ -201,7 +201,7 @@ class Backend(ABC):
         self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, losing: bool
     ) -> Filtering:
         require_model(model)
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
             size = self.episodes_at_once(model, recursion)
@@ -236,7 +236,7 @@ class Backend(ABC):
         """
         require_model(model)
         require_count("num_trajectories", num_trajectories)
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
             size = self.episodes_smoothed_at_once(model, recursion, episodes.horizon, num_trajectories)
@@ -265,7 +265,7 @@ class Backend(ABC):
         return OnlineFilter(self, model, num_episodes, prior=prior, seed=seed)
 
 
-def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
+def steps(episodes: Episodes, offset: int) -> Iterator[Observed]:
     """The steps of a batch, in time."""
     actions = episodes.actions.unbind(1)
     observations = {site: value.unbind(1) for site, value in episodes.observations.items()}
@@ -273,7 +273,7 @@ def steps(episodes: Episodes, offset: int) -> Iterator[Seen]:
     shortest = int(episodes.lengths.min())
     rows, complete = rows_observed({site: flags.movedim(1, 0) for site, flags in episodes.observed.items()})
     for t in range(episodes.horizon):
-        yield Seen(
+        yield Observed(
             t + 1,
             actions[t],
             {site: value[t] for site, value in observations.items()},
@@ -302,16 +302,16 @@ def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], 
     return [None if count == B else rows for count, rows in zip(counts, episode, strict=True)], complete
 
 
-def initial_step(episodes: Episodes, offset: int) -> Seen:
+def initial_step(episodes: Episodes, offset: int) -> Observed:
     """What was seen before the first action."""
     assert episodes.initial_observations is not None
     assert episodes.initially_observed is not None
     flags = episodes.initially_observed
     (rows,), (complete,) = rows_observed({site: seen[None] for site, seen in flags.items()})
-    return Seen(0, None, episodes.initial_observations, flags, rows, None, offset, complete=complete)
+    return Observed(0, None, episodes.initial_observations, flags, rows, None, offset, complete=complete)
 
 
-class Series:
+class TimeBuffer:
     """What a recursion says at every time, in memory that is taken at once.
 
     Small tensors that stay, made one by one between large ones that go, would each break a gap that the next
@@ -350,8 +350,8 @@ def fold(
 ) -> Filtering:
     """Run a recursion over a batch of episodes; some may be lost, if `losing`."""
     model, B, T = recursion.model, len(episodes), episodes.horizon
-    increments, rewards, ess, resampled = (Series(T) for _ in range(4))
-    means, variances = Series(T + 1), Series(T + 1)
+    increments, rewards, ess, resampled = (TimeBuffer(T) for _ in range(4))
+    means, variances = TimeBuffer(T + 1), TimeBuffer(T + 1)
     belief = recursion.start(B)
     first = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
     looks = []
@@ -390,7 +390,7 @@ def fold(
     return result
 
 
-def require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]], losing: bool = False) -> None:
+def require_possible(model: CPOMDP, looks: list[tuple[Observed, Tensor]], losing: bool = False) -> None:
     """Look at all increments at once, and only if something is wrong at one after the other.
 
     Args:
@@ -406,7 +406,7 @@ def require_possible(model: CPOMDP, looks: list[tuple[Seen, Tensor]], losing: bo
             total = checked(model, total, increment, seen)
 
 
-def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Seen) -> Tensor:
+def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Observed) -> Tensor:
     """Add an increment `[C, B]` to the log-likelihoods, unless it makes no sense."""
     total = total + increment
     highest = total.amax(0)  # [B]: NaN wins, and -inf only if every context is impossible

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.observable_operator import MEMORY, ObservableOperator
+from cpomdp_ppl.inference.finite import MEMORY, ObservableOperator
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.inference.reference import enough_particles, reference_backend, result_or_none, suited
 from cpomdp_ppl.policy import RandomPolicy
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion
+    from cpomdp_ppl.inference.finite import DiscreteBelief, DiscreteRecursion
 
 CELLS = 2**22
 """Pairs of a trajectory and a state that it may come from handled together."""

@@ -16,7 +16,7 @@ from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference import density
 from cpomdp_ppl.inference.density import unmasked
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES, require_parameters
-from cpomdp_ppl.inference.scoring import Scored, Seen, hidden_parents
+from cpomdp_ppl.inference.observed import Observed, Scored, hidden_parents
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Sensed(Scored):
 
     def __init__(
         self,
-        seen: Seen,
+        seen: Observed,
         signature: Signature,
         batch_shape: torch.Size,
         discrete: Collection[str] = (),

@@ -24,8 +24,8 @@ from cpomdp_ppl.inference.enumeration import (
     Nodes,
     double_precision,
 )
-from cpomdp_ppl.inference.observable_operator import DiscreteBelief, DiscreteRecursion, smoothed_at_once
-from cpomdp_ppl.inference.scoring import Seen, axes, log_density_of_seen
+from cpomdp_ppl.inference.finite import DiscreteBelief, DiscreteRecursion, smoothed_at_once
+from cpomdp_ppl.inference.observed import Observed, axes, log_density_of_seen
 from cpomdp_ppl.inference.trials import Probes, made_up, probes_of, reached, require_real_numbers, simulated
 from cpomdp_ppl.state import leaves, map_state
 
@@ -482,7 +482,7 @@ class GridRecursion(DiscreteRecursion):
         return GridBelief(p, coarse, p.new_zeros(*p.shape[:2], 2), p.new_zeros(p.shape[:2]))
 
     @double_precision()
-    def step(self, belief: DiscreteBelief, seen: Seen) -> tuple[GridBelief, Tensor]:
+    def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
         """Move by `seen.action`, then condition on what was seen."""
         assert seen.action is not None
         assert isinstance(belief, GridBelief)
@@ -494,7 +494,7 @@ class GridRecursion(DiscreteRecursion):
                 coarse = self.coarse.predict(coarse, seen.action)
         return self.look(replace(belief, probabilities=predicted, coarse=coarse), seen)
 
-    def look(self, belief: DiscreteBelief, seen: Seen) -> tuple[GridBelief, Tensor]:
+    def look(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
         """Condition on what was seen.
 
         Raises:
@@ -527,7 +527,7 @@ class GridRecursion(DiscreteRecursion):
                 self._require_resolved(belief, found, seen)
         return found, increment
 
-    def log_likelihood(self, seen: Seen) -> Tensor:
+    def log_likelihood(self, seen: Observed) -> Tensor:
         """`log p(o | x, a, c)` at the points, and its mean over cells in which it jumps, `[C, B, G]`."""
         at_points = self._log_density(self.states, self.grid.size, seen)
         if not len(self.jumps):
@@ -558,7 +558,7 @@ class GridRecursion(DiscreteRecursion):
         """Parts of a cell along each axis: a power as many in two dimensions."""
         return self.settings.subpoints if self.dim == 1 else max(2, round(self.settings.subpoints**0.5))
 
-    def _log_density(self, states: Any, number: int, seen: Seen) -> Tensor:
+    def _log_density(self, states: Any, number: int, seen: Observed) -> Tensor:
         density = log_density_of_seen(self.model, self.signature, states, self.context, seen).double()
         B = len(next(iter(seen.observations.values())))
         return density.expand(len(self.context), B, number)
@@ -660,7 +660,7 @@ class GridRecursion(DiscreteRecursion):
             bands = [Band(band.start, band.low, band.high, band.weights[:1]) for band in bands]
         return Transition(bands, identity, signed, self.grid.shape)
 
-    def _refine(self, probes: Seen | None) -> None:
+    def _refine(self, probes: Observed | None) -> None:
         """Find out where densities and rewards jump, and make the grid fit."""
         functions: list[Callable[[Tensor], Tensor]] = [self._reward_at]
         if probes is not None:
@@ -675,7 +675,7 @@ class GridRecursion(DiscreteRecursion):
         self.jumps = self.grid.containing(places[0] if probes is not None else [])
         self.reward_jumps = self.grid.containing(places[-1])
 
-    def _density_at(self, probes: Seen, x: Tensor) -> Tensor:
+    def _density_at(self, probes: Observed, x: Tensor) -> Tensor:
         """Log-densities of some observations at points `[P, d]`, `[C, B, P]`."""
         return self._log_density(self.as_state(x[None, None]), len(x), probes).clamp(min=-1e3)
 
@@ -700,7 +700,7 @@ class GridRecursion(DiscreteRecursion):
             found.append(cells[jump_along(values, -1) | jump_along(values, -2)])
         return torch.cat(found)
 
-    def _require_resolved(self, predicted: GridBelief, belief: GridBelief, seen: Seen) -> None:
+    def _require_resolved(self, predicted: GridBelief, belief: GridBelief, seen: Observed) -> None:
         """Raise where an observation is out of reach, or the two grids differ.
 
         Contexts that are far behind the likeliest need not be right, nor episodes that are over.
@@ -731,7 +731,7 @@ class GridRecursion(DiscreteRecursion):
         )
 
     def _require_followed(
-        self, predicted: Tensor, belief: GridBelief, counts: Tensor, differs: Tensor, seen: Seen
+        self, predicted: Tensor, belief: GridBelief, counts: Tensor, differs: Tensor, seen: Observed
     ) -> None:
         """Raise if an observation moves a belief to where a tail was cut: there, its density is too low.
 
@@ -755,13 +755,13 @@ class GridRecursion(DiscreteRecursion):
                 raise self._out_of_reach(c, b, seen)
 
     @double_precision()
-    def _require_wide(self, belief: GridBelief, seen: Seen) -> None:
+    def _require_wide(self, belief: GridBelief, seen: Observed) -> None:
         """Raise if, where the beliefs are, densities of what might be seen vary over less than a cell."""
         probes = self._made_up(belief, seen)
         if probes is not None and self._cells(scale := self._scale(probes)) > 2 * self._n:
             raise self._too_narrow(scale)
 
-    def _made_up(self, belief: GridBelief, seen: Seen) -> Probes | None:
+    def _made_up(self, belief: GridBelief, seen: Observed) -> Probes | None:
         """Observations at states drawn from the beliefs about some of the episodes, if they can be any."""
         assert belief.log_likelihoods is not None
         C, B, _ = belief.probabilities.shape
@@ -781,16 +781,16 @@ class GridRecursion(DiscreteRecursion):
         x = self.grid.points[index[c, r, 0]]  # [B, d]
         return made_up(self.model, self.signature, self.as_state(x), x, c, seen.select(b[r]))
 
-    def _out_of_reach(self, c: int, b: int, seen: Seen) -> OutOfReachError:
+    def _out_of_reach(self, c: int, b: int, seen: Observed) -> OutOfReachError:
         return OutOfReachError(
             f"grid: what was seen {self._place(c, b, seen)} is out of reach: only a state in the tails "
             "that were cut explains it; give a larger `reach`, or see whether the data are the model's"
         )
 
-    def _place(self, c: int, b: int, seen: Seen) -> str:
+    def _place(self, c: int, b: int, seen: Observed) -> str:
         return f"at time {seen.time} of episode {seen.episode(b)} in context '{self.model.context_names[c]}'"
 
-    def _require_inside(self, p: Tensor, seen: Seen | None) -> None:
+    def _require_inside(self, p: Tensor, seen: Observed | None) -> None:
         at_boundary = p[..., self.grid.boundary].sum(-1)  # [C, B]
         if bool((at_boundary > BOUNDARY_MASS).any()):
             c, b = (at_boundary > BOUNDARY_MASS).nonzero()[0].tolist()

@@ -18,7 +18,7 @@ from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_st
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.enumeration import double_precision, drawing, in_double_precision
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
-from cpomdp_ppl.inference.scoring import Scored, Seen, axes, hidden_parents, marginalised, unseen
+from cpomdp_ppl.inference.observed import Observed, Scored, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.weighing import NODES, TOO_FEW, Weighed, in_space, normal_points, on_a_line
 
@@ -123,7 +123,7 @@ class Expected:
 class _Discrete(Scored):
     """Score the discrete sites alone."""
 
-    def __init__(self, seen: Seen, signature: Signature, discrete: Collection[str]) -> None:
+    def __init__(self, seen: Observed, signature: Signature, discrete: Collection[str]) -> None:
         super().__init__(seen, signature)
         self.discrete = discrete
         self.hidden = hidden_parents(signature, seen, discrete)
@@ -247,14 +247,14 @@ class KalmanRecursion(Recursion):
         root = square_root(moved.covariance(moved.outputs, moved.outputs))
         return GaussianBelief(moved.mean, root), moved
 
-    def step(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+    def step(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """Predict, then update."""
         assert seen.action is not None
         predicted, _ = self.predict(belief, seen.action)
         return self.look(predicted, seen)
 
     @_precisely
-    def look(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+    def look(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """The Kalman update of the episodes in which anything was observed; others do not change at all."""
         rows = seen.rows
         if rows is None:
@@ -269,7 +269,7 @@ class KalmanRecursion(Recursion):
         )
         return updated, increment.index_copy_(1, rows, gained)
 
-    def _update(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+    def _update(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """Condition on the Gaussian sites, which leaves a narrower belief, then on the discrete ones."""
         increment = belief.mean.new_zeros((), dtype=torch.float64)
         if self.num_values:
@@ -279,7 +279,7 @@ class KalmanRecursion(Recursion):
             increment = increment + gained
         return belief, increment.expand(belief.mean.shape[:2])
 
-    def _condition(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+    def _condition(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """The Kalman update; what was not observed takes no part in it."""
         expected: Expected
         sites = self.signature.observations
@@ -316,7 +316,7 @@ class KalmanRecursion(Recursion):
         covariance = sensed.unexplained(gain.mT) + product(product(gain.mT, R), gain)  # Joseph's form
         return GaussianBelief(mean, square_root(covariance)), increment
 
-    def _weigh(self, belief: GaussianBelief, seen: Seen) -> tuple[GaussianBelief, Tensor]:
+    def _weigh(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """Condition on the discrete sites: on a line, if they depend on one direction alone, or in space."""
         v = self._direction(belief, seen)  # [C, B, D]
         on_line = torch.linalg.vector_norm(v, dim=-1) > 0  # [C, B]
@@ -344,7 +344,7 @@ class KalmanRecursion(Recursion):
             torch.where(impossible, belief.mean, mean), torch.where(impossible[..., None], belief.root, root)
         ), found.log_mean
 
-    def _direction(self, belief: GaussianBelief, seen: Seen) -> Tensor:
+    def _direction(self, belief: GaussianBelief, seen: Observed) -> Tensor:
         """The unit vector in the belief's own coordinates that the discrete sites depend on, `[C, B, D]`.
 
         All gradients are along it, if there is such a direction; that nothing else matters is seen by leaving
@@ -371,7 +371,7 @@ class KalmanRecursion(Recursion):
         known = close & (size.squeeze(-1) > 0).any(-1)
         return torch.where(known[..., None], v, 0.0)
 
-    def _require_settled(self, found: Weighed, seen: Seen) -> None:
+    def _require_settled(self, found: Weighed, seen: Observed) -> None:
         poor = ~(found.error <= TOO_FEW)
         if bool(poor.any()):
             c, b = poor.nonzero()[0].tolist()
@@ -382,7 +382,7 @@ class KalmanRecursion(Recursion):
                 'count; "smc" does not depend on that'
             )
 
-    def log_density_of_discrete(self, points: Tensor, seen: Seen) -> Tensor:
+    def log_density_of_discrete(self, points: Tensor, seen: Observed) -> Tensor:
         """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
         a = None if seen.action is None else axes(seen.action, len(self.own))
         with _Discrete(seen, self.signature, self.discrete) as scored:
@@ -390,7 +390,7 @@ class KalmanRecursion(Recursion):
         assert scored.log_prob is not None
         return marginalised(scored.log_prob).to(points.dtype)
 
-    def expected(self, points: Tensor, noise: Tensor | None, seen: Seen) -> Expected:
+    def expected(self, points: Tensor, noise: Tensor | None, seen: Observed) -> Expected:
         """The `observation` program as a function of points `[C, B, K, D]`, and of noise of hidden sites."""
         a = None if seen.action is None else axes(seen.action, len(self.own))
         with self.sensing(seen, self.signature, points.shape[:-1], self.discrete, noise) as sensed:
@@ -404,7 +404,7 @@ class KalmanRecursion(Recursion):
         )
 
     def _solve(
-        self, S: Tensor, innovation: Tensor, cross: Tensor, seen: Seen
+        self, S: Tensor, innovation: Tensor, cross: Tensor, seen: Observed
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`S⁻¹ ν`, `log |S|`, and the gain transposed, `S⁻¹ cov(z, x)` `[C, B, m, D]`."""
         if S.shape[-1] == 1:  # by far the most common case; LAPACK would take most of the update's time
@@ -418,7 +418,7 @@ class KalmanRecursion(Recursion):
         log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return solved[..., 0], log_det, solved[..., 1:]
 
-    def _require_positive(self, positive: Tensor, seen: Seen) -> None:
+    def _require_positive(self, positive: Tensor, seen: Observed) -> None:
         if not bool(positive.all()):
             c, b = (~positive).nonzero()[0].tolist()
             sites = ", ".join(f"'{site}'" for site in seen.observations)

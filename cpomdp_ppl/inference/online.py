@@ -12,18 +12,18 @@ from torch import Tensor
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
 from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
-from cpomdp_ppl.errors import ObservationError, rejected, require, require_count, require_model
+from cpomdp_ppl.errors import ObservationError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import (
-    inferring,
+    inference_scope,
     require_real,
     require_real_moments,
     rows_observed,
 )
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.persistence import updated
-from cpomdp_ppl.inference.scoring import Seen
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.rollout import blind
 
@@ -85,9 +85,9 @@ class OnlineFilter:
         self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
-        self._lived: tuple[Seen, ...] = ()
+        self._lived: tuple[Observed, ...] = ()
         self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
-        with inferring(model, seed):
+        with inference_scope(model, seed):
             self._recursion = backend.recursion(model)
             self.belief = self._recursion.start(num_episodes)
             self._generator = torch.get_rng_state()
@@ -118,11 +118,11 @@ class OnlineFilter:
         """
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
-            raise rejected("action", action, expected)
+            raise invalid("action", action, expected)
         seen = self._seen(action, {} if observations is None else observations, observed)
         if complete:
             self._require_complete(seen)
-        with inferring(self.model, 0):
+        with inference_scope(self.model, 0):
             torch.set_rng_state(self._generator)
             # A recursion may write into the belief it is given; what was handed out must stay as it was.
             belief = map_belief(torch.clone, self.belief)
@@ -164,7 +164,7 @@ class OnlineFilter:
         return self._moments(1)
 
     def _moments(self, which: int) -> Any:
-        with inferring(self.model, 0):
+        with inference_scope(self.model, 0):
             moments = self._recursion.moments(self.belief)
         require_real_moments(*moments, 2, self._place)
         return map_belief(lambda leaf: leaf.movedim(1, 0), moments[which])
@@ -175,12 +175,12 @@ class OnlineFilter:
         Raises:
             DensityError: If a program left the reals.
         """
-        with inferring(self.model, 0):
+        with inference_scope(self.model, 0):
             reward = self._recursion.expected_reward(self.belief, self._actions(action))
         require_real("reward: the expected reward", reward, 2, self._place)
         return reward.T
 
-    def _require_complete(self, seen: Seen) -> None:
+    def _require_complete(self, seen: Observed) -> None:
         """Raise if the program shows a site that was not observed.
 
         Masks depend on the action and on sites that are seen, and on no state or context: any will do. The
@@ -191,7 +191,7 @@ class OnlineFilter:
             return
         given = {site: value for site, value in seen.observations.items() if site not in missing}
         contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
-        with inferring(self.model, 0), poutine.condition(data=given):
+        with inference_scope(self.model, 0), poutine.condition(data=given):
             programs = Generative(self.model)
             shown = programs.look(programs.initial(contexts), contexts, seen.action).observed
         for site in missing:
@@ -218,7 +218,7 @@ class OnlineFilter:
         require(low >= 0 and high < len(names), "action", action, f"0 to {len(names) - 1}")
         return a.expand(B)
 
-    def _seen(self, action: Any, observations: Any, observed: Any) -> Seen:
+    def _seen(self, action: Any, observations: Any, observed: Any) -> Observed:
         sites = self._recursion.signature.observations
         _require_sites("observations", observations, sites)
         if observed is not None:
@@ -236,7 +236,7 @@ class OnlineFilter:
         (rows,), (complete,) = rows_observed({name: flag[None] for name, flag in flags.items()})
         time = 0 if action is None else self.time + 1
         actions = None if action is None else self._actions(action)
-        return Seen(time, actions, values, flags, rows, complete=complete)
+        return Observed(time, actions, values, flags, rows, complete=complete)
 
     def _flags(self, name: str, spec: ObservationSite, given: Any) -> Tensor:
         """Which values at a site count, bool `[B, *plates]`."""

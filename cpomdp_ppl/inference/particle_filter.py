@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require, require_count
+from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.drawing import draw
+from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
-from cpomdp_ppl.inference.scoring import Seen, hidden_parents, log_density_of_seen
-from cpomdp_ppl.isolation import RandomStream, seed_for
+from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -178,9 +178,7 @@ class SMC(Recursion):
             self.proposal = LookAhead(self, self.common)
         elif settings.guide is not None:
             if model.initial_observation and not callable(getattr(settings.guide, "initial", None)):
-                raise rejected(
-                    "guide", settings.guide, "a program `initial`, as the model observes at time 0"
-                )
+                raise invalid("guide", settings.guide, "a program `initial`, as the model observes at time 0")
             self.proposal = Guided(self, self.common, cast("Guide", settings.guide))
 
     def start(self, num_episodes: int) -> Cloud:
@@ -218,7 +216,7 @@ class SMC(Recursion):
 
         return map_state(own, self.signature.broadcast(state, S))
 
-    def look(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
+    def look(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
         """Weight the particles by what was seen; a guide may draw them anew, knowing it."""
         log_ratio = None
         if isinstance(self.proposal, Guided):
@@ -226,7 +224,7 @@ class SMC(Recursion):
             cloud = replace(cloud, state=self.own_copy(state, cloud.weights.shape))
         return self.reweight(cloud, seen, log_ratio)
 
-    def step(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor]:
+    def step(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
         """Resample, move, reweight."""
         cloud, _ = self.resample(cloud, seen.alive)
         cloud, log_ratio = self.move(cloud, seen)
@@ -259,13 +257,13 @@ class SMC(Recursion):
         ess = torch.where(needed, float(N), cloud.ess)
         return replace(cloud, ess=ess, resampled=needed, resampling_noise=noise), offspring
 
-    def move(self, cloud: Cloud, seen: Seen) -> tuple[Cloud, Tensor | None]:
+    def move(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor | None]:
         """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
         S = cloud.weights.shape
         state, log_ratio = self.proposal.transition(cloud.state, S, seen)
         return replace(cloud, state=self.own_copy(state, S)), log_ratio
 
-    def reweight(self, cloud: Cloud, seen: Seen, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
+    def reweight(self, cloud: Cloud, seen: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
         """Multiply the weights by the density of what was seen. Returns the evidence increment `[C, B]`."""
         C, B, _ = cloud.weights.shape
         rows = None if log_ratio is not None else seen.rows
@@ -297,7 +295,7 @@ class SMC(Recursion):
             torch.zeros(C, B, dtype=torch.float64, device=ess.device).index_copy_(1, rows, increment),
         )
 
-    def log_density(self, cloud: Cloud, seen: Seen, rows: Tensor | None) -> Tensor | None:
+    def log_density(self, cloud: Cloud, seen: Observed, rows: Tensor | None) -> Tensor | None:
         """`log p(o | s, a, c)` in some of the episodes (None: all), `[C, B', N]`; None if those are none."""
         # Drawn in any case: what one episode saw must not change the random numbers of another.
         seed = int(torch.randint(2**31, ())) if self.signature.dependencies.parents else 0
@@ -328,7 +326,7 @@ class SMC(Recursion):
         """Of the weights."""
         return cloud.ess
 
-    def resampled(self, cloud: Cloud, seen: Seen) -> Tensor:
+    def resampled(self, cloud: Cloud, seen: Observed) -> Tensor:
         """Which rows were, in this step."""
         return cloud.resampled if seen.alive is None else cloud.resampled & seen.alive
 

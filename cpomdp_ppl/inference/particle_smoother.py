@@ -14,8 +14,8 @@ from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.drawing import Drawn
+from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.resampling import choose
-from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.inference.smoothing import Smoothing, trajectories_in_time
 from cpomdp_ppl.state import leaves, map_state
 
@@ -41,7 +41,7 @@ class Pass:
 
     clouds: list[Cloud]
     parents: list[Tensor | None]
-    moves: list[Seen]
+    moves: list[Observed]
 
 
 def forward(smc: SMC, episodes: Episodes, offset: int) -> Pass:
@@ -117,7 +117,7 @@ def states_are_sites(smc: SMC, record: Pass) -> bool:
     return len(values) == len(parts) and all(sum(part is value for part in parts) == 1 for value in values)
 
 
-def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Seen) -> Tensor:
+def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Observed) -> Tensor:
     """Draw particles at time t for trajectories that are at `later` (leaves `[C, B, M, …]`) at t + 1."""
     assert seen.action is not None
     C, B, N = cloud.weights.shape

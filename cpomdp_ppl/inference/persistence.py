@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend, Recursion
     from cpomdp_ppl.inference.filtering import Filtering
-    from cpomdp_ppl.inference.scoring import Seen
+    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
@@ -104,7 +104,7 @@ def smoothed(
     return persistently(backend, lambda each: each.smooth(model, episodes, num_trajectories, seed=seed))
 
 
-def _looks(model: CPOMDP, episodes: Episodes, found: Filtering) -> list[tuple[Seen, Tensor]]:
+def _looks(model: CPOMDP, episodes: Episodes, found: Filtering) -> list[tuple[Observed, Tensor]]:
     """What was seen in time, and what every context makes of it, `[C, B]`."""
     looks = list(zip(steps(episodes, 0), found.increments.movedim(1, 0).mT, strict=True))
     first = [(initial_step(episodes, 0), found.initial_increment.T)] if model.initial_observation else []
@@ -117,10 +117,10 @@ def updated(
     belief: Any,
     total: Tensor,
     increment: Tensor,
-    lived: Sequence[Seen],
+    lived: Sequence[Observed],
     prior: Tensor,
 ) -> tuple[Any, Tensor]:
-    """A belief and its log-likelihoods `[C, B]` after a step. To be called inside `inferring`.
+    """A belief and its log-likelihoods `[C, B]` after a step. To be called inside `inference_scope`.
 
     Episodes that have just lost all particles are filtered again from their start, with more of them, of
     which as many are drawn as there were.
@@ -152,7 +152,7 @@ def updated(
 
 
 def _replayed(
-    recursion: Recursion, path: Sequence[Seen], prior: Tensor, num_draws: int
+    recursion: Recursion, path: Sequence[Observed], prior: Tensor, num_draws: int
 ) -> tuple[State, Tensor]:
     """Draws from the belief after a path, leaves `[C, B, M, …]`, and its log-likelihoods `[C, B]`."""
     model, log_prior = recursion.model, prior.T.log()
@@ -165,7 +165,7 @@ def _replayed(
     return recursion.draw(belief, num_draws), total
 
 
-def _some(seen: Seen, rows: Tensor) -> Seen:
+def _some(seen: Observed, rows: Tensor) -> Observed:
     """A step of some episodes, in which perhaps nothing was observed."""
     some = seen.select(rows)
     (known,), (complete,) = rows_observed({site: flags[None] for site, flags in some.observed.items()})

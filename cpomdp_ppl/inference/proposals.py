@@ -13,7 +13,7 @@ from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed, block_diagonal
-from cpomdp_ppl.inference.scoring import Seen, axes
+from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class Bootstrap:
         self.model, self.context, self.own = recursion.model, recursion.context, len(recursion.own)
         self.common = common
 
-    def initial(self, shape: torch.Size, seen: Seen | None = None) -> tuple[Any, None]:
+    def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, None]:
         """Draw from `initial`."""
         with Drawn(shape, self.common, self.own):
             return self.model.initial(self.context), None
 
-    def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, None]:
+    def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, None]:
         """Draw from `transition`."""
         assert seen.action is not None
         with Drawn(shape, self.common, self.own):
@@ -76,19 +76,19 @@ class Guided(Bootstrap):
         super().__init__(recursion, common)
         self.guide = guide
 
-    def initial(self, shape: torch.Size, seen: Seen | None = None) -> tuple[Any, Any]:
+    def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, Any]:
         """Draw from the guide's `initial`."""
         if seen is None:
             return super().initial(shape)
         return self._propose(shape, seen, "initial", ())
 
-    def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, Any]:
+    def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
         """Draw from the guide's `transition`."""
         assert seen.action is not None
         return self._propose(shape, seen, "transition", (state, axes(seen.action, self.own)))
 
     def _propose(
-        self, shape: torch.Size, seen: Seen, program: str, given: tuple[Any, ...]
+        self, shape: torch.Size, seen: Observed, program: str, given: tuple[Any, ...]
     ) -> tuple[Any, Any]:
         observations = {site: _at_particles(value) for site, value in seen.observations.items()}
         observed = {site: _at_particles(flags) for site, flags in seen.observed.items()}
@@ -136,7 +136,7 @@ class LookAhead(Bootstrap):
         sites = self.signature.observations
         self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
 
-    def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, Any]:
+    def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
         """Draw the noise looking ahead, and move with it."""
         assert seen.action is not None
         if not self.num_noise or not self.num_values or (seen.rows is not None and not len(seen.rows)):
@@ -151,7 +151,7 @@ class LookAhead(Bootstrap):
             moved = self.model.transition(state, axes(seen.action, self.own), self.context)
         return moved, log_ratio
 
-    def _posterior(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Tensor, Tensor]:
+    def _posterior(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Tensor, Tensor]:
         """Mean and root of the covariance of ε given what is seen, to first order."""
         predicted, H, R, values, observed = self._linearised(state, shape, seen)
         H = H * observed[..., None]  # [C, B, N, m, E]
@@ -174,7 +174,7 @@ class LookAhead(Bootstrap):
             )
         return mean, root
 
-    def _linearised(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Tensor, ...]:
+    def _linearised(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Tensor, ...]:
         """What is expected to be seen at ε = 0 `[C, B, N, m]`, its Jacobian, noise covariance; and what is.
 
         Every particle appears m times in a row, once for each value: the gradient of the sum of the k-th

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError, require_model
-from cpomdp_ppl.inference.backend import inferring, initial_step, steps
-from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
+from cpomdp_ppl.inference.backend import inference_scope, initial_step, steps
+from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
+from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.gaussian import Reparameterised
 from cpomdp_ppl.inference.grid import BEHIND, GridFilter
-from cpomdp_ppl.inference.observable_operator import ObservableOperator
+from cpomdp_ppl.inference.observed import log_density_of_seen
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
-from cpomdp_ppl.inference.scoring import log_density_of_seen
-from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
+from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
-from cpomdp_ppl.simulate import simulate
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
     if not bool((differences[likely] <= ROUNDING).all()):
         return False
     # Both may be wrong in the same way: neither sees how noise depends on the state.
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         recursion = ExtendedKalmanFilter().recursion(model)
         if not recursion.in_double:  # two filters may lose the same digits
             return False

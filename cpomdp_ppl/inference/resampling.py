@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import rejected, require
+from cpomdp_ppl.errors import invalid, require
 
 
 class Resampling(Protocol):
@@ -135,7 +135,7 @@ def as_scheme(resampling: str | Resampling) -> Resampling:
     """A scheme by its name, or as it is."""
     if isinstance(resampling, str):
         if resampling not in SCHEMES:
-            raise rejected("resampling", resampling, f"one of {list(SCHEMES)}, or a scheme")
+            raise invalid("resampling", resampling, f"one of {list(SCHEMES)}, or a scheme")
         return SCHEMES[resampling]
     require(callable(resampling), "resampling", resampling, f"one of {list(SCHEMES)}, or a scheme")
     return resampling

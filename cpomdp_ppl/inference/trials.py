@@ -12,11 +12,10 @@ from torch import Tensor
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.handlers import Batched, Recorded
 from cpomdp_ppl.inference.enumeration import drawing
-from cpomdp_ppl.inference.scoring import Seen
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.policy import RandomPolicy
-from cpomdp_ppl.rollout import percept_of
-from cpomdp_ppl.simulate import simulate
+from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rollout import percept_of, simulate
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Probes:
         context: Of the episodes, `[B]`.
     """
 
-    seen: Seen
+    seen: Observed
     x: Tensor
     context: Tensor
 
@@ -95,7 +94,7 @@ def probes_of(
     b, t = where[torch.linspace(0, len(where) - 1, min(number, len(where))).long()].unbind(1)
     assert trial.contexts is not None
     return Probes(
-        Seen(
+        Observed(
             1,
             trial.actions[b, t],
             {site: value[b, t] for site, value in trial.observations.items()},
@@ -107,7 +106,7 @@ def probes_of(
 
 
 def made_up(
-    model: CPOMDP, signature: Signature, state: Any, x: Tensor, context: Tensor, seen: Seen
+    model: CPOMDP, signature: Signature, state: Any, x: Tensor, context: Tensor, seen: Observed
 ) -> Probes | None:
     """What might have been seen in a step, if anything, in other states than those that were.
 

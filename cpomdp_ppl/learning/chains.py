@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.parallel import in_parallel
+from cpomdp_ppl.experiments.execute import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

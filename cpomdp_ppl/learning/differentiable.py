@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function as Differentiable
 
-from cpomdp_ppl.errors import rejected
+from cpomdp_ppl.errors import invalid
 from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
     GridFilter,
@@ -22,7 +22,8 @@ from cpomdp_ppl.inference import (
     UnscentedKalmanFilter,
 )
 from cpomdp_ppl.inference.cells import SHARERS
-from cpomdp_ppl.inference.extended_kalman import ExtendedRecursion
+from cpomdp_ppl.inference.extended import ExtendedRecursion
+from cpomdp_ppl.inference.finite import DiscreteRecursion, FiniteRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed, block_diagonal
 from cpomdp_ppl.inference.grid import AT_ONCE, BLOCK, Band, GridRecursion, Transition, nonnegative
 from cpomdp_ppl.inference.kalman import (
@@ -32,14 +33,13 @@ from cpomdp_ppl.inference.kalman import (
     Transformed,
     product,
 )
-from cpomdp_ppl.inference.observable_operator import DiscreteRecursion, FiniteRecursion
-from cpomdp_ppl.inference.unscented_kalman import UnscentedRecursion
+from cpomdp_ppl.inference.unscented import UnscentedRecursion
 from cpomdp_ppl.learning.fisher import ScoreFilter
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend, Recursion
-    from cpomdp_ppl.inference.scoring import Seen
+    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.model import CPOMDP
 
 TINY = 1e-30
@@ -66,7 +66,7 @@ def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
         return _Grid(model, backend)
     if isinstance(backend, ParticleFilter):
         return ScoreFilter(model, backend)
-    raise rejected(
+    raise invalid(
         "likelihood",
         f'"{backend.name}"',
         'a backend that can be differentiated: "ekf", "ukf", "exact", "grid" or "smc"',
@@ -160,14 +160,14 @@ def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
 class _Discrete(DiscreteRecursion):
     """Bayes' rule for rows in which nothing is possible has no gradient, instead of NaN."""
 
-    def _condition(self, p: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def _condition(self, p: Tensor, seen: Observed) -> tuple[Tensor, Tensor]:
         self._before = p
         posterior, increment = super()._condition(p, seen)
         impossible = self._impossible
         posterior = torch.where(impossible[..., None], p, posterior)
         return posterior, torch.where(impossible, -torch.inf, increment)
 
-    def log_likelihood(self, seen: Seen) -> Tensor:
+    def log_likelihood(self, seen: Observed) -> Tensor:
         """As the base; where nothing is possible, something that is."""
         log_likelihood = super().log_likelihood(seen)  # type: ignore[safe-super]
         nothing = (log_likelihood == -torch.inf) | (self._before <= 0)

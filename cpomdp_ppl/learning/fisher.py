@@ -20,13 +20,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError, rejected
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, invalid
 from cpomdp_ppl.handlers import base_of, is_deterministic
 from cpomdp_ppl.inference.density import log_density
 from cpomdp_ppl.inference.drawing import Drawn, draw
+from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.particle_filter import SMC, Cloud, Offspring
 from cpomdp_ppl.inference.proposals import Bootstrap
-from cpomdp_ppl.inference.scoring import Seen, axes
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ScoreFilter(SMC):
 
     def __init__(self, model: CPOMDP, settings: ParticleFilter) -> None:
         if settings.guide is not None:
-            raise rejected("likelihood", "a particle filter with a guide", "one without, for a gradient")
+            raise invalid("likelihood", "a particle filter with a guide", "one without, for a gradient")
         super().__init__(model, settings)
         self.proposal = self.held = Held(self, self.common)
 
@@ -77,7 +77,7 @@ class ScoreFilter(SMC):
             offspring.inherit_(copy.score)
         return cloud, offspring
 
-    def reweight(self, cloud: Cloud, seen: Seen, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
+    def reweight(self, cloud: Cloud, seen: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
         """As the base."""
         assert isinstance(cloud, ScoredCloud)
         log_weights = cloud.weights.log() + cloud.score  # [C, B, N]
@@ -101,7 +101,7 @@ class ScoreFilter(SMC):
         ess = 1.0 / weights.square().sum(-1)
         return replace(cloud, weights=weights, ess=ess, score=score - score.detach()), increment
 
-    def log_density(self, cloud: Cloud, seen: Seen, rows: Tensor | None) -> Tensor | None:
+    def log_density(self, cloud: Cloud, seen: Observed, rows: Tensor | None) -> Tensor | None:
         """As the base, of sites that have a gradient."""
         with _Still():
             return super().log_density(cloud, seen, rows)
@@ -116,13 +116,13 @@ class ScoreFilter(SMC):
 class Held(Bootstrap):
     """The model's own programs; their draws are held where they are while constants move."""
 
-    def initial(self, shape: torch.Size, seen: Seen | None = None) -> tuple[Any, Any]:
+    def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, Any]:
         """Draw from `initial`; the score of the draws is their log-ratio."""
         with _Fixed(shape, self.common, self.own) as drawn:
             state = self.model.initial(self.context)
         return state, drawn.score(shape)
 
-    def transition(self, state: Any, shape: torch.Size, seen: Seen) -> tuple[Any, Any]:
+    def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
         """Draw from `transition`, likewise."""
         assert seen.action is not None
         with _Fixed(shape, self.common, self.own) as drawn:

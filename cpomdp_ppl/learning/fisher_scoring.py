@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.kalman import pseudo_inverse
-from cpomdp_ppl.isolation import seed_for
+from cpomdp_ppl.rng import seed_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, require
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import (
-    inferring,
+    inference_scope,
     initial_step,
     require_possible,
     require_same_sites,
@@ -23,9 +23,9 @@ from cpomdp_ppl.inference.backend import (
 )
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.enumeration import double_precision, in_double_precision
-from cpomdp_ppl.isolation import isolated, seed_for
 from cpomdp_ppl.learning.differentiable import differentiable, episodes_with_graph
 from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants
+from cpomdp_ppl.rng import isolated, seed_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -309,7 +309,7 @@ class Estimator:
         """An estimate for each of some blocks, with the random numbers that follow from its seed."""
         set_constants(self.copy, {name: value.detach().to(self.types[name]) for name, value in at.items()})
         estimates = {}
-        with inferring(self.copy, 0):
+        with inference_scope(self.copy, 0):
             recursion = self.backend.recursion(self.copy)
             if self._size is None:
                 require_same_sites(recursion, self.episodes)

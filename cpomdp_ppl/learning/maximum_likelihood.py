@@ -17,10 +17,10 @@ from cpomdp_ppl.errors import (
     require_number,
 )
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.isolation import fresh_seed, isolated, require_seed
 from cpomdp_ppl.learning.fisher_scoring import inverse_of, settle
 from cpomdp_ppl.learning.likelihood import Objective
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, with_parameters
+from cpomdp_ppl.rng import fresh_seed, isolated, require_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import DensityError, rejected
+from cpomdp_ppl.errors import DensityError, invalid
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.isolation import isolated, seed_for
+from cpomdp_ppl.rng import isolated, seed_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -210,7 +210,7 @@ class Walk:
         """A place that is possible: about the initial values, or else a draw from the prior."""
         middle = self._anew(target, self.centre)
         if not math.isfinite(middle.log_prior):
-            raise rejected("initial", target.values(self.centre), "values at which the prior is not zero")
+            raise invalid("initial", target.values(self.centre), "values at which the prior is not zero")
         root = torch.linalg.cholesky(self.covariance) * (2.0 if self.known else 1.0)
         for _ in range(NEARBY):
             point = self._anew(target, self.centre + root @ self._normal(self.P))
@@ -238,7 +238,7 @@ class Walk:
                 self.given = self.centre, self.covariance
                 return point
             best = max(best, point, key=_blocks_alive)
-        error = rejected(
+        error = invalid(
             "initial", target.values(middle.u), "values at which the estimated likelihood is not zero"
         )
         raise ValueError(f"{error}; {_way_out(target, middle, best)}")

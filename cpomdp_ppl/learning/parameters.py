@@ -11,8 +11,8 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import biject_to
 
-from cpomdp_ppl.errors import rejected, require, require_model
-from cpomdp_ppl.isolation import isolated
+from cpomdp_ppl.errors import invalid, require, require_model
+from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +131,7 @@ def require_names(argument: str, given: Any, known: Mapping[str, Any]) -> None:
     require(hasattr(given, "items"), argument, given, "a mapping from parameters")
     for name in given:
         if name not in known:
-            raise rejected(argument, name, f"parameters of the model, {sorted(known)}")
+            raise invalid(argument, name, f"parameters of the model, {sorted(known)}")
 
 
 def proper_value(argument: str, parameter: Learnable, value: Any) -> Tensor:
@@ -168,7 +168,7 @@ class Unconstrained:
                 transform: Any = biject_to(one.constraint)
             except NotImplementedError:
                 kind = f"a constraint that has a bijection to the reals, for '{one.name}'"
-                raise rejected("model", str(one.constraint), kind) from None
+                raise invalid("model", str(one.constraint), kind) from None
             given = (initial or {}).get(one.name, one.value)
             value = proper_value("initial", one, given).double()
             u = transform.inv(value)

@@ -14,13 +14,13 @@ from tqdm import tqdm
 
 from cpomdp_ppl.diagnostics.inference_data import variable, wrapped
 from cpomdp_ppl.errors import require, require_count, require_number
+from cpomdp_ppl.experiments.execute import one_thread, require_workers
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.isolation import fresh_seed, seed_for
 from cpomdp_ppl.learning import chains as side_by_side
 from cpomdp_ppl.learning.likelihood import Estimator
 from cpomdp_ppl.learning.metropolis import REPLICATE, Step, Target, Walk
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, require_names
-from cpomdp_ppl.parallel import one_thread, require_workers
+from cpomdp_ppl.rng import fresh_seed, seed_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,7 +109,7 @@ def particle_marginal_metropolis_hastings(
         blocks: Of episodes, which have their random numbers renewed in turn. More of them need fewer
             particles, but take longer to go round. A backend without noise has no use for them.
         workers: In how many processes chains run; more than one needs the extra `parallel`. None leaves it to
-            joblib's configuration; see `cpomdp_ppl.parallel`. It makes no difference to the result.
+            joblib's configuration; see `cpomdp_ppl.experiments.execute`. It makes no difference to the result.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
         seed: Of everything random; left out, one is taken from fresh entropy. The attribute `seed` notes it.
         progress: Whether to show a progress bar.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpomdp_ppl.report.numbers import significant
-from cpomdp_ppl.run_files import CALIBRATION, COMPARISON, EVALUATION, GOOD_RHAT, HISTORY, RHAT
-from cpomdp_ppl.run_folder import RunFolderError
+from cpomdp_ppl.experiments.run_files import CALIBRATION, COMPARISON, EVALUATION, GOOD_RHAT, HISTORY, RHAT
+from cpomdp_ppl.experiments.run_folder import RunFolderError
+from cpomdp_ppl.report.rounding import significant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cpomdp_ppl.run_folder import RunFolder
+    from cpomdp_ppl.experiments.run_folder import RunFolder
 
 CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Temperature τ"}
 """What is shown of a history, by column."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import rows_observed
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.inference.scoring import Seen
+from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def expected_information(
     entropy are averaged. Actions after which nothing is seen get zero. Noise of the filter's own
     passes for information, as it does everywhere: with few particles the estimate is too high.
 
-    To be called inside `inferring`.
+    To be called inside `inference_scope`.
 
     Args:
         backend: Whose recursion it is.
@@ -58,7 +58,7 @@ def expected_information(
         flags = {site: seen[some] for site, seen in percept.observed.items()}
         (rows,), (complete,) = rows_observed({site: seen[None] for site, seen in flags.items()})
         values = {site: value[some] for site, value in percept.observations.items()}
-        seen = Seen(1, action[some], values, flags, rows, complete=complete)
+        seen = Observed(1, action[some], values, flags, rows, complete=complete)
         copies = map_belief(lambda leaf, some=some: leaf[:, episode[some]], belief)
         _, increment = recursion.step(copies, seen)  # [C, some]
         joint = log_posterior[episode[some]] + increment.T

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
+from cpomdp_ppl.experiments.run_folder import RunFolder, versions
+from cpomdp_ppl.report.algorithm1 import lived
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
-from cpomdp_ppl.report.lived import lived
 from cpomdp_ppl.report.pictures import SOLUTION, pictures
 from cpomdp_ppl.report.recording import record
-from cpomdp_ppl.run_folder import RunFolder, versions
 
 if TYPE_CHECKING:
     import os

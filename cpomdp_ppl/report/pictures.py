@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.run_files import LIVED
-from cpomdp_ppl.run_folder import FIGURES
+from cpomdp_ppl.experiments.run_files import LIVED
+from cpomdp_ppl.experiments.run_folder import FIGURES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cpomdp_ppl.run_folder import RunFolder
+    from cpomdp_ppl.experiments.run_folder import RunFolder
 
 SOLUTION = "solution"
 """The figure of a fit: convergence, and a few episodes."""

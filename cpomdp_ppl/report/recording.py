@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 from cpomdp_ppl.context import as_prior, entropy
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference.backend import inferring, initial_step, steps
+from cpomdp_ppl.inference.backend import inference_scope, initial_step, steps
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.observable_operator import DiscreteBelief
+from cpomdp_ppl.inference.finite import DiscreteBelief
 from cpomdp_ppl.inference.persistence import updated
-from cpomdp_ppl.isolation import RandomStream, fresh_seed
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.report.lookahead import expected_information
-from cpomdp_ppl.report.numbers import packed, significant
+from cpomdp_ppl.report.rounding import packed, significant
+from cpomdp_ppl.rng import RandomStream, fresh_seed
+from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
-from cpomdp_ppl.simulate import simulate
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def record(
     episodes = simulate(model, watched, B, contexts=contexts, prior=p, seed=seeds[0])
     sketch = _Sketch(model, episodes, num_particles)
     rewards, told, log_posterior = [], [], []
-    with inferring(model, seeds[1]):
+    with inference_scope(model, seeds[1]):
         recursion = backend.recursion(model)
         belief = recursion.start(B)
         # What is drawn for show has a stream of its own: the filter does what it would do without.

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.files import write_text_whole
+from cpomdp_ppl.experiments.files import write_text_atomic
 from examples import paper
 from examples.paper import figures, pool
 from examples.paper.comparison import LEVEL, Comparison, as_csv, as_markdown
@@ -154,9 +154,9 @@ def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
     head = ["# The paper and ours", *warning, as_markdown(rows)]
     note = NOTE.format(judged=judged, by_chance=(1 - LEVEL) * judged)
     text = "\n\n".join([*head, "\n".join(lines), note, used.replace("_", " ")]) + "\n"
-    write_text_whole(folder / f"{TABLE}.md", text)
-    write_text_whole(folder / f"{TABLE}.csv", as_csv(rows))
-    write_text_whole(
+    write_text_atomic(folder / f"{TABLE}.md", text)
+    write_text_atomic(folder / f"{TABLE}.csv", as_csv(rows))
+    write_text_atomic(
         folder / TIMES, "task,seconds\n" + "".join(f'"{name}",{s:.1f}\n' for name, s in seconds.items())
     )
     return f"\n{text}\nwritten to {folder}: {TABLE}.md, {TABLE}.csv, {TIMES}, and figures as PNG and SVG"

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, TRUTH
-from cpomdp_ppl.files import write_whole
+from cpomdp_ppl.experiments.files import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as PNG and SVG, the same bytes for the same figure."""
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with mpl.rc_context({"svg.hashsalt": name}):
-        write_whole(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
-        write_whole(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
+        write_atomic(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
+        write_atomic(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
     return paths
 
 

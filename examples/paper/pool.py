@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpomdp_ppl.parallel import one_thread
+from cpomdp_ppl.experiments.execute import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from examples.paper import work
-from solvers.checkpoint import CheckpointError, load_json, save_json
+from solvers.cids.checkpoint import CheckpointError, load_json, save_json
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("torch", "pyro-ppl", "numpy", "pomdp-py")

@@ -19,19 +19,19 @@ from cpomdp_ppl import RandomPolicy, evaluate, models, simulate
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.inference.choice import follow_by
-from cpomdp_ppl.isolation import isolated, seed_for
+from cpomdp_ppl.rng import isolated, seed_for
 from solvers import cids, exact
-from solvers.checkpoint import load_tensors, save_tensors
-from solvers.estimators import ActorCritic, Reinforce
-from solvers.objectives import Information, Variational
+from solvers.cids.checkpoint import load_tensors, save_tensors
+from solvers.cids.estimator import ActorCritic, Reinforce
+from solvers.cids.objective import Information, Variational
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from cpomdp_ppl import CPOMDP
-    from solvers.estimators import Estimator
-    from solvers.objectives import Objective
+    from solvers.cids.estimator import Estimator
+    from solvers.cids.objective import Objective
 
 CHECKPOINT, SOLUTION, ACTOR = "checkpoint", "solution", "actor.pt"
 TUNING = 1  # the seed of episodes that a rule is tuned on, and nobody judged by

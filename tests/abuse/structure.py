@@ -116,7 +116,7 @@ class Description:
         return self.moves.shape[1]
 
 
-Seen = list[list[Any]]
+Observed = list[list[Any]]
 """What was seen in a step: by site and cell a value, or None."""
 
 
@@ -130,7 +130,7 @@ class Data:
     """
 
     actions: list[list[int]]
-    seen: list[list[Seen]]
+    seen: list[list[Observed]]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def normal_density(x: Any, mean: Any, scale: Any) -> Any:
     return np.exp(-0.5 * ((x - mean) / scale) ** 2) / (scale * math.sqrt(2 * math.pi))
 
 
-def hidden_ancestors(d: Description, seen: Seen) -> set[int]:
+def hidden_ancestors(d: Description, seen: Observed) -> set[int]:
     """Sites with a cell that was not seen, on which something that was seen depends. Sites alone decide."""
     needed, hidden = set(), set()
     for i in reversed(range(len(d.sites))):
@@ -181,7 +181,7 @@ def hidden_ancestors(d: Description, seen: Seen) -> set[int]:
     return hidden
 
 
-def likelihood(d: Description, c: int, a: int, s: np.ndarray, seen: Seen) -> np.ndarray:
+def likelihood(d: Description, c: int, a: int, s: np.ndarray, seen: Observed) -> np.ndarray:
     """`p(o | s, a, c)` at states `[S]`: the sum over all values of what was not seen, `[S]`.
 
     Every unseen cell on which a seen one depends has an axis of its own. Other unseen cells sum to one.
@@ -220,7 +220,7 @@ def likelihood(d: Description, c: int, a: int, s: np.ndarray, seen: Seen) -> np.
     return total.reshape(len(s), -1).sum(-1)
 
 
-def steps(d: Description, data: Data, b: int) -> list[tuple[int, Seen]]:
+def steps(d: Description, data: Data, b: int) -> list[tuple[int, Observed]]:
     """Actions (A before the first) and what was seen after them."""
     return list(zip([d.actions, *data.actions[b]], data.seen[b], strict=True))
 
@@ -675,9 +675,11 @@ def draw(d: Description, seed: int, episodes: int) -> Data:
     return data
 
 
-def _drawn(d: Description, rng: np.random.Generator, c: int, a: int, s: np.ndarray, missing: float) -> Seen:
+def _drawn(
+    d: Description, rng: np.random.Generator, c: int, a: int, s: np.ndarray, missing: float
+) -> Observed:
     values: dict = {}
-    seen: Seen = []
+    seen: Observed = []
     for i, site in enumerate(d.sites):
         for j in range(site.size):
             theta = parameters(d, i, j, c, a, s, values)

@@ -19,7 +19,7 @@ from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.state import leaves
 from solvers import cids
-from solvers.checkpoint import CheckpointError
+from solvers.cids.checkpoint import CheckpointError
 from tests.abuse.effort import TRIED, times
 from tests.programs import Dice
 
@@ -87,7 +87,7 @@ def read_solution(directory):
 
 READERS = {
     "episodes.npz": (read_episodes, EpisodesFileError),
-    "weights": (read_solution, ValueError),  # ours: CheckpointError, or `rejected`
+    "weights": (read_solution, ValueError),  # ours: CheckpointError, or `invalid`
     "solution.json": (read_solution, ValueError),
     "checkpoint.pt": (fit, ValueError),
 }

@@ -46,6 +46,8 @@ from cpomdp_ppl.diagnostics import (
     summary,
     to_inference_data,
 )
+from cpomdp_ppl.experiments.run_folder import RunFolder
+from cpomdp_ppl.experiments.sweep import sweep
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
@@ -55,7 +57,6 @@ from cpomdp_ppl.inference import (
     UnscentedKalmanFilter,
     reference_backend,
 )
-from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.learning import (
     log_likelihood,
     maximum_likelihood,
@@ -64,8 +65,7 @@ from cpomdp_ppl.learning import (
 )
 from cpomdp_ppl.models import LightDark, LineGrid
 from cpomdp_ppl.report import record, write_report
-from cpomdp_ppl.run_folder import RunFolder
-from cpomdp_ppl.sweep import sweep
+from cpomdp_ppl.rng import isolated
 from solvers import cids, exact, regret
 from solvers import sweep as solving
 from tests.programs import Learnable

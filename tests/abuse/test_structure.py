@@ -26,8 +26,8 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
-from cpomdp_ppl.inference.backend import inferring
-from cpomdp_ppl.inference.scoring import MOST_VALUES
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.observed import MOST_VALUES
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.signature import signature
 from solvers import exact
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl import Episodes
     from cpomdp_ppl.inference import OnlineFilter
-    from tests.abuse.structure import Seen
+    from tests.abuse.structure import Observed
 
 B = 2
 EXACT = 1e-6
@@ -205,7 +205,7 @@ def compare_generative(d: Description, data: Data, seed: int) -> None:
     model = Structured(d)
     sites, S = signature(model).observations, range(d.first.shape[1]) if d.finite else (-0.7, 0.9)
 
-    def reals(seen: Seen) -> int:
+    def reals(seen: Observed) -> int:
         return sum(d.sites[i].size for i in hidden_ancestors(d, seen) if not d.sites[i].values)
 
     looks = [look for b in range(B) for look in steps(d, data, b) if reals(look[1]) <= 2]
@@ -226,7 +226,7 @@ def compare_generative(d: Description, data: Data, seed: int) -> None:
             flags[site.name] = known.reshape(spec.plates).expand(N, *spec.plates)
         state = torch.tensor(list(S) * repeats).reshape(N, *signature(model).state.shape)
         percept = Percept(None if a == d.actions else torch.full((N,), a), values, flags)
-        with inferring(model, seed=seed + repeats):
+        with inference_scope(model, seed=seed + repeats):
             density = Generative(model).log_density(state, percept).double().exp().numpy()
         return [(density.reshape(repeats, len(S), -1) / expected - 1)[:, likely]]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from cpomdp_ppl.sweep import sweep
+from cpomdp_ppl.experiments.sweep import sweep
 from tests.abuse.effort import FACTOR, TRIED, times
 from tests.tasks import Noting
 

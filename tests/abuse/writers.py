@@ -18,9 +18,10 @@ import xarray as xr
 
 from cpomdp_ppl import Episodes
 from cpomdp_ppl.models import LineGrid
-from solvers import checkpoint, cids
-from solvers.policies import LSTMPolicy
-from solvers.solution import Solution
+from solvers import cids
+from solvers.cids import checkpoint
+from solvers.cids.policy import LSTMPolicy
+from solvers.cids.solution import Solution
 
 SIZE = 5000
 

@@ -12,7 +12,7 @@ from baselines.belief import inverted, thinned
 from baselines.commitments import moved, plans, play, returns_after, returns_of
 from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.conftest import assert_mean
@@ -50,7 +50,7 @@ def test_returns_are_those_of_the_tables():
     model = LineGrid(horizon=5)
     G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
     state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(6), indexing="ij"))
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(2).recursion(model)
         returns = returns_of(G, programs, state[None, :, None].expand(2, -1, 2), time)
     for r, (s, t) in enumerate(zip(state.tolist(), time.tolist(), strict=True)):
@@ -64,7 +64,7 @@ def test_returns_after_an_action_are_those_of_the_tables():
     model = LineGrid(horizon=4)
     G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
     state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(4), indexing="ij"))
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(2).recursion(model)
         returns = returns_after(G, programs, state[None, :, None].expand(2, -1, 2), time)
     assert returns.shape == (2, 32, 3, 3)
@@ -78,7 +78,7 @@ def test_returns_after_an_action_are_those_of_the_tables():
 def test_returns_are_means_where_there_is_luck():
     model = ContextualTiger(horizon=4)
     plan = [0, 1, 2, 0]
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(50).recursion(model)
         states = torch.ones(3, 400, 50, dtype=torch.long)
         returns = returns_of(torch.tensor([plan]), programs, states, torch.zeros(400, dtype=torch.long))
@@ -95,7 +95,7 @@ def test_returns_on_light_dark_have_a_closed_form():
         for context, side in ((0, 1), (1, -1)):
             depths = [NormalDist(side * move * t, (0.09 + 0.1 * t) ** 0.5) for t in range(8)]
             expected[context, direction] = sum(1 - depth.cdf(1) - depth.cdf(0) for depth in depths)
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(64).recursion(model)
         states = 0.3 * torch.randn(2, 300, 64)
         returns = returns_of(plans(model, ["left", "right"]), programs, states, torch.zeros(300).long())
@@ -110,7 +110,7 @@ def test_play_asks_for_actions_until_the_last_step_is_over():
         asked.append(times.tolist())
         return torch.zeros_like(times)
 
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(1).recursion(model)
         total = play(programs, torch.full((2, 2, 1), 2), torch.tensor([2, 4]), left)
     assert asked == [[2, 4], [3, 5], [4, 5], [5, 5]]
@@ -119,7 +119,7 @@ def test_play_asks_for_actions_until_the_last_step_is_over():
 
 def test_moves_are_the_models_own():
     model = LineGrid()
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = ParticleFilter(1).recursion(model)
         states = torch.full((2, 3, 4), 3)
         after = moved(programs, states, torch.tensor([LEFT, RIGHT, STAY]), states.shape)
@@ -171,7 +171,7 @@ def test_what_is_over_stays_as_it_was_however_the_rest_goes_on():
             return torch.where(state < 1e30, 1.0, -state)
 
     model = Growing()
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         recursion = ParticleFilter(1).recursion(model)
         returns = play(recursion, torch.full((1, 2, 1), 10.0), torch.tensor([30, 58]), torch.zeros_like)
     assert returns[0, 1] == 2

@@ -40,7 +40,7 @@ class Regretful:
     def act(self, history, memory):
         actions, ours = self.policy.act(history, memory[0])
         _, n = self.plan.act(history, memory[1])
-        Q = torch.as_tensor(self.plan.qualities[history.time][n])  # [B, A]
+        Q = torch.as_tensor(self.plan.q_values[history.time][n])  # [B, A]
         self.shortfall = self.shortfall + Q.amax(1) - Q.gather(1, actions[:, None])[:, 0]
         return actions, (ours, n)
 

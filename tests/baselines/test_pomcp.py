@@ -31,7 +31,7 @@ from baselines.pomdp_py_adapter import (
 )
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.signature import signature
@@ -46,12 +46,12 @@ def binned(model, **settings):
 
 
 def played(model, tasks, binning=None, rollout="blind"):
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         return LockStep(Generative(model), binning or binned(model), rollout).run(tasks)
 
 
 def first_states(model, contexts):
-    with inferring(model, 1):
+    with inference_scope(model, 1):
         rows = Rows(signature(model), model.device).of(Generative(model).initial(contexts))
     even = torch.zeros(len(contexts), model.num_contexts)
     return particles(rows, contexts, 0, even).particles
@@ -127,7 +127,7 @@ def test_every_number_of_a_vector_has_bins_of_its_own():
 
 def test_masks_of_plates_are_respected():
     model = Plates()  # the second of three sensors is broken
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         programs = Generative(model)
         c = torch.tensor([0, 1])
         step = programs.step(programs.initial(c), c, c)
@@ -140,7 +140,7 @@ def test_masks_of_plates_are_respected():
 
 
 def test_rows_hold_a_whole_state(model):
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         state = Generative(model).initial(torch.zeros(5, dtype=torch.long))
         rows = Rows(signature(model), model.device)
         again = rows.state(rows.of(state))
@@ -433,7 +433,7 @@ def test_bins_and_finite_observations_hardly_deprive_it():
 def test_a_lost_belief_is_pushed_through_the_action():
     model = LineGrid()
     policy = small(POMCP, model)
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         belief = particles(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 1]), 1, torch.zeros(2, 2))
         (moved,) = policy._pushed(Generative(model), [belief], torch.tensor([0]), 2)
     assert [(s.row, s.context, s.time) for s in moved.particles] == [([2.0], 0, 2), ([1.0], 1, 2)]
@@ -445,7 +445,7 @@ def test_roots_are_drawn_from_the_filter():
     online = policy.start(model.prior().expand(2, -1))
     online.observe(torch.tensor([1, 0]))
     online.observe(2, {"z": torch.tensor([1.5, 1.5])})
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         roots = list(policy._roots(online.belief, online.posterior, 2))
     for b, root in enumerate(roots):
         states = root.particles
@@ -472,7 +472,7 @@ class Regretting:
     def act(self, history, memory):
         action, mine = self.policy.act(history, memory[0])
         _, n = self.plan.act(history, memory[1])
-        Q = self.plan.qualities[history.time][n]  # [B, A]
+        Q = self.plan.q_values[history.time][n]  # [B, A]
         self.regret += float((Q.max(1) - Q[np.arange(len(n)), action.numpy()]).mean())
         return action, (mine, n)
 
@@ -550,7 +550,7 @@ class Glimpse(LineGrid):
 
 def planted(model, symbols, prior, num_particles):
     policy = small(POMCP, model, num_particles=num_particles, rollout="commitment")
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         trees, lost = policy._plant(Generative(model), policy.start(prior), symbols)
     return [each.belief.particles for each in trees.agents], lost
 

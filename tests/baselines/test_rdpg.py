@@ -15,9 +15,9 @@ from baselines import rdpg
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
 from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
 from cpomdp_ppl.encoding import Encoding
-from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.policy import History, Percept
+from cpomdp_ppl.rng import isolated
 from tests.programs import Dice, EyesOpen, Learnable, Skewed
 
 CPU = torch.device("cpu")

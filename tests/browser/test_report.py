@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, evaluate
+from cpomdp_ppl.experiments.run_folder import RunFolder
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import write_report
-from cpomdp_ppl.run_folder import RunFolder
 from tests.browser.chromium import Chromium, find_chromium
 
 EVIL = "</script><script>document.title = 'broken'</script><img src=x onerror=\"document.title = 'broken'\">"

@@ -20,8 +20,8 @@ from cpomdp_ppl.diagnostics.calibration import (
 from cpomdp_ppl.diagnostics.calibration_plots import uniform_band
 from cpomdp_ppl.errors import ObservationError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
-from cpomdp_ppl.isolation import isolated
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.rng import isolated
 from tests.programs import EyesOpen, Plates, Walk
 
 HALF_THE_NOISE = LightDark(light_variance=0.5, dark_variance=4.0)
@@ -156,17 +156,17 @@ def test_p_values_of_a_right_filter_are_uniform():
 
 @pytest.mark.parametrize("concentration", [0.05, 1.0])  # nearly sure of themselves, and not
 def test_size_and_power_of_the_context_test(concentration):
-    rejected, caught = 0, 0
+    invalid, caught = 0, 0
     for seed in range(40):
         with isolated(seed):
             p = dist.Dirichlet(torch.full((3,), concentration, dtype=torch.float64)).sample((80,))
             truth = dist.Categorical(p).sample()
         sharpened = p.clamp(min=1e-4) ** 2.5
-        rejected += calibrate_contexts(p, truth, seed=seed).p_value <= 0.05
+        invalid += calibrate_contexts(p, truth, seed=seed).p_value <= 0.05
         caught += (
             calibrate_contexts(sharpened / sharpened.sum(1, keepdim=True), truth, seed=seed).p_value <= 0.05
         )
-    assert rejected <= 7
+    assert invalid <= 7
     assert caught >= (36 if concentration == 1.0 else 10)  # of those that are nearly sure, few can be wrong
 
 

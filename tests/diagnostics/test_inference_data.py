@@ -22,8 +22,8 @@ from cpomdp_ppl.diagnostics import inference_data, to_inference_data
 from cpomdp_ppl.diagnostics.inference_data import DITHER, FILTER, inference_groups, wrapped
 from cpomdp_ppl.errors import DegenerateWeightsError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, GridFilter, ObservableOperator, ParticleFilter
-from cpomdp_ppl.isolation import seed_for
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.rng import seed_for
 from tests.conftest import fixed_actions
 from tests.programs import Dice, EyesOpen, Plates, Walk
 

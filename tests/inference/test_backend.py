@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpomdp_ppl.inference.backend import Series
+from cpomdp_ppl.inference.backend import TimeBuffer
 
 
 def written(terms):
-    series = Series(len(terms))
+    series = TimeBuffer(len(terms))
     for t, term in enumerate(terms):
         series[t] = term
     return series.by_episode()

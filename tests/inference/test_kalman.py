@@ -13,10 +13,10 @@ import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, ModelError, ObservationError, UnsupportedModelError
-from cpomdp_ppl.inference.extended_kalman import ExtendedKalmanFilter
+from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
 from cpomdp_ppl.inference.gaussian import block_diagonal
 from cpomdp_ppl.inference.kalman import square_root
-from cpomdp_ppl.inference.unscented_kalman import UnscentedKalmanFilter
+from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.inference.weighing import normal_points
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state

@@ -20,7 +20,7 @@ from cpomdp_ppl import CPOMDP, Episodes, evaluate
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.policy import Percept
 from solvers import exact
 
@@ -133,7 +133,7 @@ def test_planners_sum_over_a_discrete_parent(kind, site, dtype):
     model = kind()
     values = {"z": torch.tensor(Z, dtype=torch.float32), site: torch.zeros(len(Z), dtype=dtype)}
     flags = {"z": torch.ones(len(Z), dtype=torch.bool), site: torch.zeros(len(Z), dtype=torch.bool)}
-    with inferring(model, seed=0):
+    with inference_scope(model, seed=0):
         density = Generative(model).log_density(
             torch.zeros(len(Z)), Percept(torch.ones(len(Z)).long(), values, flags)
         )
@@ -293,7 +293,7 @@ def test_planners_draw_a_continuous_parent_for_every_state():
         {site: values[:, 0] for site, values in episodes.observations.items()},
         {site: flags[:, 0] for site, flags in episodes.observed.items()},
     )
-    with inferring(Biased(), seed=0):
+    with inference_scope(Biased(), seed=0):
         density = Generative(Biased()).log_density(torch.zeros(len(episodes)), percept)
     ratio = np.exp(density.double().numpy().reshape(4000, 3, 2) - pair_truth())
     error = ratio.std(0, ddof=1) / math.sqrt(4000)

@@ -17,7 +17,7 @@ from cpomdp_ppl.inference.persistence import filtered, smoothed
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.report.recording import record
 from solvers import cids
-from solvers.values import policy_values
+from solvers.regret.values import policy_values
 from tests.programs import Needle, Walk
 
 FEW = ParticleFilter(num_particles=4)

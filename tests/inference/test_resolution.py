@@ -15,7 +15,7 @@ from scipy import stats
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, evaluate, simulate
 from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelError
 from cpomdp_ppl.inference import GridFilter, ParticleFilter, reference_backend
-from cpomdp_ppl.inference.backend import inferring, steps
+from cpomdp_ppl.inference.backend import inference_scope, steps
 
 TOLERANCE = GridFilter().tolerance
 
@@ -121,7 +121,7 @@ def test_errors_are_smaller_than_estimated(process, sensor, points):
     """At any resolution, refused or not; also where process noise is too small for the grid to see."""
     model = Drift(process, sensor)
     episodes = simulate(model, RandomPolicy(1), 16, contexts="balanced", seed=0)
-    with inferring(model):
+    with inference_scope(model):
         recursion = GridFilter(points, tolerance=1e9).recursion(model)
         belief = recursion.start(16)
         total = torch.zeros(2, 16, dtype=torch.float64)

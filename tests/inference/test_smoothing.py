@@ -16,7 +16,7 @@ import torch
 
 from cpomdp_ppl import Episodes, RandomPolicy, simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, GridFilter, ObservableOperator, as_backend
-from cpomdp_ppl.inference.backend import inferring
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import fixed_actions
@@ -137,7 +137,7 @@ def test_the_grid_smooths_as_kalman_does(model, backend, tolerance):
     torch.testing.assert_close(
         found.state_variance, exact.state_variance, rtol=0, atol=tolerance, check_dtype=False
     )
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         width = float(backend.recursion(model).grid.widths.max())
     for b in range(4):
         length = int(episodes.lengths[b])
@@ -224,7 +224,7 @@ def test_chunks_and_pieces_agree(model, name, monkeypatch):
     episodes = simulate(model, RandomPolicy(3), 5, seed=0).truncated(torch.tensor([6, 2, 4, 6, 1]))
     backend = quick(name)
     whole = backend.smooth(model, episodes, 200, seed=0)
-    monkeypatch.setattr("cpomdp_ppl.inference.observable_operator.MEMORY", 1)
+    monkeypatch.setattr("cpomdp_ppl.inference.finite.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.particle_filter.CELLS_AT_ONCE", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.discrete_smoother.CELLS", 30_000)
@@ -258,12 +258,12 @@ def test_draws_have_the_moments_of_the_belief(make, name):
         online.observe(None, episodes.initial_observations, episodes.initially_observed)
     for t in range(2):
         online.observe(episodes.actions[:, t], at(episodes.observations, t), at(episodes.observed, t))
-    with inferring(model, 1):
+    with inference_scope(model, 1):
         recursion = backend.recursion(model)
         mean, variance = recursion.moments(online.belief)
-    with inferring(model, 2):
+    with inference_scope(model, 2):
         draws = recursion.draw(online.belief, M)
-    with inferring(model, 2):
+    with inference_scope(model, 2):
         map_state(lambda x, y: torch.testing.assert_close(x, y), recursion.draw(online.belief, M), draws)
     within = recursion.grid.widths.max() ** 2 / 12 if name == "grid" else 0.0  # the variance in a cell
     for (_, x), (_, m), (_, v), (_, true) in zip(
@@ -281,7 +281,7 @@ def test_draws_have_the_moments_of_the_belief(make, name):
 @pytest.mark.parametrize("name", FILTERS)
 def test_kalman_draws_have_the_covariance_of_the_belief(name):
     model = LinearGaussian(7)
-    with inferring(model, 0):
+    with inference_scope(model, 0):
         recursion = FILTERS[name].recursion(model)
         belief = recursion.start(1)
         draws = as_vectors(model, recursion.draw(belief, M))
@@ -291,7 +291,7 @@ def test_kalman_draws_have_the_covariance_of_the_belief(name):
 
 def test_draws_of_the_grid_fill_its_cells():
     """A coarse grid's draws are spread over the cells as the belief is over the points, evenly in each."""
-    with inferring(LINE, 0):
+    with inference_scope(LINE, 0):
         recursion = GridFilter(20, tolerance=math.inf).recursion(LINE)
         belief = recursion.start(1)
         x = recursion.draw(belief, 20 * M)[0, 0, :, 0].double()

@@ -172,7 +172,7 @@ def test_supports_that_move():
 
 
 def test_refusals():
-    class Seen(Constant):
+    class Observed(Constant):
         def observation(self, state, action, context):
             pyro.sample("z", dist.Uniform(state - self.variance, state + self.variance))
 
@@ -185,7 +185,7 @@ def test_refusals():
             warm = pyro.sample("warm", dist.Uniform(0.0, self.variance).mask(action == 1))
             pyro.sample("z", dist.Normal(state + warm, 1.0))
 
-    for kind, site in [(Seen, "z"), (Moved, "jump"), (Hidden, "warm")]:
+    for kind, site in [(Observed, "z"), (Moved, "jump"), (Hidden, "warm")]:
         episodes = simulate(kind(), RandomPolicy(2), 5, seed=0)
         with pytest.raises(UnsupportedModelError, match=rf"site '{site}' \(Uniform\): which values"):
             log_likelihood(kind(), episodes, FILTER)

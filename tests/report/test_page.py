@@ -11,9 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from cpomdp_ppl import RandomPolicy, evaluate
+from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import page, write_report
-from cpomdp_ppl.run_folder import RunFolder, RunFolderError
 
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>@@TITLE@@"
 

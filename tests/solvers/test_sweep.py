@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from cpomdp_ppl import evaluate
+from cpomdp_ppl.experiments.sweep import SweepError
 from cpomdp_ppl.models import ContextualTiger, LineGrid
-from cpomdp_ppl.sweep import SweepError
 from solvers import cids
-from solvers.checkpoint import load_tensors
-from solvers.cids import CHECKPOINT
-from solvers.policies import LSTMPolicy
+from solvers.cids import training
+from solvers.cids.checkpoint import load_tensors
+from solvers.cids.policy import LSTMPolicy
+from solvers.cids.training import CHECKPOINT
 from solvers.sweep import FITS, FitAndEvaluate, sweep
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,8 +123,8 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path, monkeypatch):
     model = LineGrid(horizon=3)
     learned = int(load_tensors(checkpoint, model.device)["learner"]["iteration"])
     assert 0 < learned < 40
-    iterations, iterate = [], cids.Fitting.iterate
-    monkeypatch.setattr(cids.Fitting, "iterate", lambda fitting: iterations.append(1) or iterate(fitting))
+    iterations, iterate = [], training.Fitting.iterate
+    monkeypatch.setattr(training.Fitting, "iterate", lambda fitting: iterations.append(1) or iterate(fitting))
     resumed = sweep(model, seeds=1, folder=folder, checkpoint_every=2, **settings, **HERE)
     assert len(iterations) == 40 - learned
     assert not (folder / FITS).exists()

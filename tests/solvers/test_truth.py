@@ -193,7 +193,7 @@ class Wanderer:
     def act(self, history: History, memory: Indices) -> tuple[Tensor, Indices]:
         _, n = self.plan.act(history, memory)
         self.beliefs.append(self.plan.beliefs[history.time][n])
-        return torch.randint(self.plan.qualities[0].shape[1], n.shape), n
+        return torch.randint(self.plan.q_values[0].shape[1], n.shape), n
 
 
 @pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])

@@ -126,7 +126,7 @@ class Plan:
     value: float  # the expected return, if its prior is right
     beliefs: list[Reals]  # P(c, s | h), T × [N, C, S]
     successors: list[Indices]  # the next belief's number, (T - 1) × [N, A, O]
-    qualities: list[Reals]  # the expected return from here on, by action, T × [N, A]
+    q_values: list[Reals]  # the expected return from here on, by action, T × [N, A]
     actions: list[Indices]  # the best, T × [N]
 
     def start(self, prior: Tensor) -> Indices:
@@ -165,13 +165,13 @@ def solve(tables: Tables, horizon: int, prior: Sequence[float] | Reals | None = 
         beliefs.append(reached)
         successors.append(following)
 
-    qualities = [np.einsum("ncs,cas->na", beliefs[-1], tables.reward)]
+    q_values = [np.einsum("ncs,cas->na", beliefs[-1], tables.reward)]
     for b, following in zip(beliefs[-2::-1], successors[::-1], strict=True):
-        V = qualities[0].max(1)[following]  # [N, A, O]
+        V = q_values[0].max(1)[following]  # [N, A, O]
         P = _joint(tables, b).sum((-2, -1))  # P(o | h, a), [N, A, O]
-        qualities.insert(0, np.einsum("ncs,cas->na", b, tables.reward) + (P * V).sum(-1))
-    best = [(Q.max(1, keepdims=True) - Q <= TIE).argmax(1) for Q in qualities]
-    return Plan(tables.sites, float(qualities[0].max()), beliefs, successors, qualities, best)
+        q_values.insert(0, np.einsum("ncs,cas->na", b, tables.reward) + (P * V).sum(-1))
+    best = [(Q.max(1, keepdims=True) - Q <= TIE).argmax(1) for Q in q_values]
+    return Plan(tables.sites, float(q_values[0].max()), beliefs, successors, q_values, best)
 
 
 def _first(tables: Tables, prior: Sequence[float] | Reals | None) -> Reals:

@@ -1,0 +1,160 @@
+"""Running user programs without leaving a trace in the caller's process."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import pyro
+import torch
+
+from cpomdp_ppl.errors import invalid, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
+    """Seed every random number generator inside, and put everything back outside.
+
+    Restored on exit: the generators of torch, NumPy and `random`, Pyro's param store (which can be
+    read inside), and the validation flags of Pyro and torch.
+
+    Args:
+        seed: Seed for all three generators; None takes fresh entropy.
+        validate: Whether distributions check their arguments inside.
+    """
+    number = fresh_seed(seed)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its own flag
+    store = pyro.get_param_store()
+    try:
+        with torch.random.fork_rng(), store.scope(store.get_state()), pyro.validation_enabled(validate):
+            _seed(number)
+            yield
+    finally:
+        pyro.settings.set(validate_distributions_torch=torch_validates)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def require_seed(seed: Any) -> None:
+    """Raise unless this is a seed, or None."""
+    number = whole_number(seed)
+    if seed is not None and (number is None or not 0 <= number < 2**32):
+        raise invalid("seed", seed, "None or an integer from 0 to 2**32 - 1")
+
+
+def fresh_seed(seed: int | None) -> int:
+    """The seed itself, once it is found to be one; None takes fresh entropy.
+
+    Example:
+        >>> fresh_seed(3)
+        3
+    """
+    require_seed(seed)
+    return secrets.randbits(32) if seed is None else int(seed)
+
+
+@overload
+def seed_for(seed: int, *purpose: int) -> int: ...
+
+
+@overload
+def seed_for(seed: int | None, *purpose: int) -> int | None: ...
+
+
+def seed_for(seed: int | None, *purpose: int) -> int | None:
+    """A seed for each use of random numbers, of one that stands for all; None stays None.
+
+    Example:
+        >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(0, 2)
+        (True, False)
+    """
+    if seed is None:
+        return None
+    # With how many purposes there are: a sequence pads what it is given with zeros.
+    return int(np.random.SeedSequence([int(seed), len(purpose), *purpose]).generate_state(1)[0])
+
+
+def generators() -> tuple[Any, ...]:
+    """Where the generators are, to compare: as long as nothing is drawn, it stays the same.
+
+    Example:
+        >>> before = generators()
+        >>> before == generators()
+        True
+    """
+    python, (kind, keys, *rest), of_torch = _states()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = [bytes(state.numpy()) for state in (of_torch, *on_devices)]
+    return python, kind, keys.tobytes(), *rest, *states
+
+
+def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
+    """Which generators are elsewhere than they were, by the module that draws from them.
+
+    Example:
+        >>> with isolated(0):
+        ...     before = generators()
+        ...     _ = np.random.rand()
+        ...     drawn_from(before, generators())
+        ['numpy.random']
+    """
+    parts = {"torch": slice(6, None), "numpy.random": slice(1, 6), "random": slice(0, 1)}
+    return [name for name, part in parts.items() if before[part] != after[part]]
+
+
+class RandomStream:
+    """Random numbers of one's own: inside, the generators go on from where this stream stopped the last time.
+
+    What runs inside draws the same whatever is drawn outside, and the other way round.
+
+    Args:
+        seed: Where the stream begins.
+
+    Example:
+        >>> stream = RandomStream(0)
+        >>> with stream:
+        ...     first = torch.rand(())
+        >>> with isolated(0):
+        ...     bool(first == torch.rand(()))
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        outside = _states()
+        _seed(seed)
+        self._inside = _states()
+        _restore(outside)
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        _restore(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = _states()
+        _restore(self._outside)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _seed(seed: int) -> None:
+    # Not pyro.set_rng_seed: without CUDA, torch.manual_seed puts a stack trace on a list, for ever.
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)

@@ -1,0 +1,29 @@
+"""C-IDS: learn a policy that earns reward and finds out the context."""
+
+from solvers.cids.callbacks import TensorBoard
+from solvers.cids.estimator import ActorCritic, Reinforce
+from solvers.cids.objective import Information, Objective, Variational
+from solvers.cids.policy import LSTMPolicy
+from solvers.cids.priors import DirichletPriors
+from solvers.cids.schedules import Constant, Geometric, Linear
+from solvers.cids.solution import Solution
+from solvers.cids.training import fit, load
+from solvers.episodes.algorithm1 import run
+
+__all__ = [
+    "ActorCritic",
+    "Constant",
+    "DirichletPriors",
+    "Geometric",
+    "Information",
+    "LSTMPolicy",
+    "Linear",
+    "Objective",
+    "Reinforce",
+    "Solution",
+    "TensorBoard",
+    "Variational",
+    "fit",
+    "load",
+    "run",
+]

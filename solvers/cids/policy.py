@@ -1,0 +1,197 @@
+"""Recurrent policies: a network that reads the history as it comes, or whole episodes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.encoding import Encoding
+from cpomdp_ppl.errors import invalid, require_count
+from cpomdp_ppl.policy import History, Percept, Policy
+from cpomdp_ppl.rng import isolated
+from solvers.cids.priors import log_odds
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.policy import Decision
+
+
+@runtime_checkable
+class SequencePolicy(Policy, Protocol):
+    """A policy that can also read whole episodes at once, which is much faster than step by step."""
+
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
+        """What it would decide along episodes.
+
+        Args:
+            episodes: What was done and seen.
+            prior: What it believed beforehand, `[B, C]`.
+
+        Returns:
+            Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
+            `[B, T, H]`, for a critic to read.
+        """
+        ...
+
+
+LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Hidden state `[B, H]`, cell `[B, H]`, and what the network gets to know of the prior."""
+
+
+class LSTMPolicy(nn.Module):
+    """An LSTM over what the agent has done and seen, with a linear layer for the actions' logits.
+
+    Args:
+        model: Whose actions and observations.
+        hidden: How many hidden units H.
+        amortised: Whether it also reads the prior, so that one policy serves many; otherwise it acts alike
+            under all.
+        seed: Of the first weights.
+
+    Example:
+        >>> from cpomdp_ppl import simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> policy = LSTMPolicy(model, hidden=32, seed=0)
+        >>> simulate(model, policy, 10, seed=0).actions.shape
+        torch.Size([10, 20])
+    """
+
+    def __init__(self, model: CPOMDP, hidden: int = 64, *, amortised: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        self.hidden = require_count("hidden", hidden)
+        self.amortised = amortised
+        self.encoding = Encoding(model)
+        size = self.encoding.size + (model.num_contexts if amortised else 0)
+        with isolated(seed):
+            self.lstm = nn.LSTM(size, hidden, batch_first=True)
+            self.logits = nn.Linear(hidden, model.num_actions)
+            nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
+            nn.init.zeros_(self.logits.bias)
+        self.to(model.device)
+        self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
+
+    def start(self, prior: Tensor) -> LSTMMemory:
+        """Nothing remembered but the prior: `h_0 = c_0 = 0`."""
+        zeros = self.logits.weight.new_zeros(prior.shape[0], self.hidden)
+        return zeros, zeros, self._believed(prior)
+
+    def act(self, history: History, memory: LSTMMemory) -> tuple[Decision, LSTMMemory]:
+        """Read the latest percept, and choose."""
+        *state, believed = memory
+        percept = torch.cat([self.encoding.step(history.latest, history.time), believed], -1)
+        hidden, cell = torch.lstm_cell(percept, state, *self.lstm.all_weights[0])
+        return dist.Categorical(logits=self.logits(hidden)), (hidden, cell, believed)
+
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
+        believed = self._believed(prior)[:, None].expand(-1, episodes.horizon, -1)
+        hidden, _ = self.lstm(torch.cat([self.encoding.sequence(episodes), believed], -1))
+        hidden = hidden.contiguous()  # once, rather than in every layer on top
+        return self.logits(hidden), hidden
+
+    def _believed(self, prior: Tensor) -> Tensor:
+        """What the network gets to know of the prior, `[B, C]`, or `[B, 0]` for nothing."""
+        weight = self.logits.weight
+        return (
+            log_odds(prior.to(weight.device), weight.dtype)
+            if self.amortised
+            else weight.new_zeros(len(prior), 0)
+        )
+
+    def agent(self, **settings: Any) -> Agent:
+        """This policy at work, one episode at a time; see `Agent` for the settings."""
+        return Agent(self._model[0], self, **settings)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A policy that does something random now and then, whatever it knows.
+
+    Args:
+        policy: Who decides otherwise; its decisions must be distributions.
+        chance: How often it is chance that decides, with all actions equally likely.
+    """
+
+    policy: Policy
+    chance: float
+
+    def start(self, prior: Tensor) -> Any:
+        """The policy's own memory."""
+        return self.policy.start(prior)
+
+    def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
+        """`(1 − ε) π(· | h_t) + ε / A`."""
+        decision, memory = self.policy.act(history, memory)
+        if not self.chance:
+            return decision, memory
+        return dist.Categorical(logits=self.mixed(_logits(decision))), memory
+
+    def mixed(self, logits: Tensor) -> Tensor:
+        """The logarithm of the mixture's probabilities, for logits `[…, A]` of the policy.
+
+        Actions that the policy rules out, with a logit of -inf, stay ruled out.
+        """
+        if not self.chance:
+            return logits
+        allowed = (logits > -torch.inf).to(logits.dtype)
+        uniform = allowed / allowed.sum(-1, keepdim=True)
+        mixture = (1 - self.chance) * logits.softmax(-1) + self.chance * uniform
+        return mixture.clamp(min=torch.finfo(logits.dtype).tiny).log()
+
+
+def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a policy would decide along episodes, with gradients.
+
+    Args:
+        policy: Any policy whose decisions are distributions.
+        episodes: What was done and seen.
+        prior: What it believed beforehand, `[B, C]`.
+
+    Returns:
+        Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
+
+    Raises:
+        ValueError: If the policy returns actions and not their probabilities.
+    """
+    if isinstance(policy, Mixed):
+        logits, features = unroll(policy.policy, episodes, prior)
+        return policy.mixed(logits), features
+    if isinstance(policy, SequencePolicy):
+        return policy.unroll(episodes, prior)
+    T = episodes.horizon
+    history = History((_initial_percept(episodes),))
+    memory = policy.start(prior)
+    series = []
+    for t in range(T):
+        decision, memory = policy.act(history, memory)
+        series.append(_logits(decision))
+        history = history.extended(
+            Percept(
+                episodes.actions[:, t],
+                {site: value[:, t] for site, value in episodes.observations.items()},
+                {site: flags[:, t] for site, flags in episodes.observed.items()},
+            )
+        )
+    return torch.stack(series, 1), None
+
+
+def _logits(decision: Decision) -> Tensor:
+    if not isinstance(decision, Categorical):
+        raise invalid("policy", type(decision).__name__, "a Categorical over actions, to learn from")
+    return decision.logits
+
+
+def _initial_percept(episodes: Episodes) -> Percept:
+    values, flags = episodes.initial_observations, episodes.initially_observed
+    if values is None or flags is None:
+        values = {site: torch.zeros_like(value[:, 0]) for site, value in episodes.observations.items()}
+        flags = {site: torch.zeros_like(seen[:, 0]) for site, seen in episodes.observed.items()}
+    return Percept(None, values, flags)

@@ -1,0 +1,264 @@
+"""What came of meeting the same context episode after episode: beliefs, returns, regret."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from cpomdp_ppl.context import entropy
+from cpomdp_ppl.diagnostics.inference_data import wrapped
+from cpomdp_ppl.errors import require, require_count
+from cpomdp_ppl.inference.filtering import log_normalised
+from cpomdp_ppl.rng import isolated
+from solvers.regret.values import Optima, context_known_values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from arviz import InferenceData
+    from matplotlib.figure import Figure
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
+    from solvers.episodes.worlds import EpisodeOutcome
+
+
+UNLIKELY = 1e-12
+"""No possible context gets less likely than this in a run, so that what a filter got wrong can be mended."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """R runs of K episodes, each run in a context of its own that it has to find out.
+
+    Attributes:
+        model: The CPOMDP.
+        contexts: The true contexts, `[R]`, if anybody knows them.
+        posteriors: `P(C | H_k)` after k = 0 … K episodes, float64 `[R, K + 1, C]`; the first is the prior.
+        returns: What each episode earned, float64 `[R, K]`; NaN where nobody said, and in runs that had
+            settled.
+        played: Whether a run played its episode, bool `[R, K]`: those that have settled do not.
+        episodes: What was done and seen, K batches of those runs that played.
+    """
+
+    model: CPOMDP
+    contexts: Tensor | None
+    posteriors: Tensor
+    returns: Tensor
+    played: Tensor
+    episodes: tuple[Episodes, ...]
+
+    def __repr__(self) -> str:
+        R, K = self.returns.shape
+        return (
+            f"Run(model={type(self.model).__name__}, R={R}, K={K}, "
+            f"mean return={float(self.returns.nanmean()):.4g}, "
+            f"H(C|H_K)={float(self.entropy[:, -1].mean()):.3g} nats)"
+        )
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes K there were."""
+        return self.returns.shape[1]
+
+    @property
+    def entropy(self) -> Tensor:
+        """`H(C | H_k)` after k = 0 … K episodes, in nats, `[R, K + 1]`."""
+        return entropy(self.posteriors)
+
+    @property
+    def information(self) -> Tensor:
+        """What each episode told about the context, in nats, `[R, K]`.
+
+        Where the true contexts are known, `log P(c | H_k) − log P(c | H_{k-1})`, and 0 if the prior excludes
+        them; otherwise the fall of the entropy. Either may be negative.
+        """
+        if self.contexts is None:
+            return -self.entropy.diff(dim=1)
+        log_true = self.true_probability.log()
+        return torch.where(log_true[:, :-1] == -torch.inf, 0.0, log_true.diff(dim=1))
+
+    @property
+    def true_probability(self) -> Tensor:
+        """`P(c | H_k)` of the true context, `[R, K + 1]`."""
+        require(self.contexts is not None, "contexts", None, "known contexts")
+        assert self.contexts is not None
+        c = self.contexts[:, None, None].expand(-1, self.posteriors.shape[1], 1)
+        return self.posteriors.gather(2, c).squeeze(2)
+
+    def regret(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Tensor:
+        """How much less each episode earned than an agent expects to that is told the context, `[R, K]`.
+
+        Args:
+            optima: That agent's expected return in each context, `[C]`, or what
+                `solvers.regret.context_known_values` says of it; left out, that is asked.
+
+        Raises:
+            ValueError: If contexts are not known, or nobody knows what the told agent earns.
+        """
+        require(self.contexts is not None, "contexts", None, "known contexts, to tell regret from")
+        assert self.contexts is not None
+        C = self.model.num_contexts
+        if optima is None:
+            optima = context_known_values(self.model)
+        best = optima.values if isinstance(optima, Optima) else torch.as_tensor(optima)
+        require(best.shape == (C,), "optima", list(best.shape), f"shape [{C}]")
+        return best.to(self.returns)[self.contexts][:, None] - self.returns
+
+    def to_dataset(self, optima: Sequence[float] | Tensor | Optima | None = None) -> xr.Dataset:
+        """All of it as an xarray dataset.
+
+        `probability` and `entropy` are by `episodes_lived`, from 0; `returns`, `information` and, where
+        contexts are known, `regret` by `episode`, from 1.
+
+        Args:
+            optima: As for `regret`; left out, there is a regret only if the model has it in closed form.
+        """
+        R, K = self.returns.shape
+        by_episode = ("run", "episode")
+        variables: dict[str, Any] = {
+            "probability": (("run", "episodes_lived", "context"), self.posteriors.cpu().numpy()),
+            "entropy": (("run", "episodes_lived"), self.entropy.cpu().numpy()),
+            "returns": (by_episode, self.returns.cpu().numpy()),
+            "information": (by_episode, self.information.cpu().numpy()),
+            "played": (by_episode, self.played.cpu().numpy()),
+        }
+        if self.contexts is not None:
+            names = np.array(self.model.context_names)
+            variables["true_context"] = ("run", names[self.contexts.cpu().numpy()])
+            best = self.model.context_known_return() if optima is None else optima
+            if best is not None:
+                variables["regret"] = (by_episode, self.regret(best).cpu().numpy())
+        coordinates = {
+            "run": np.arange(R),
+            "episode": np.arange(1, K + 1),
+            "episodes_lived": np.arange(K + 1),
+            "context": list(self.model.context_names),
+        }
+        return xr.Dataset(variables, coordinates)
+
+    def to_inference_data(
+        self, *, chains: int = 4, draws: int = 250, seed: int | None = 0
+    ) -> InferenceData | xr.DataTree:
+        """Export to ArviZ.
+
+        `posterior` has draws of the context, `context_index` `[chain, draw, run, episodes_lived]` and
+        `is_context` `[chain, draw, run, episodes_lived, context]`, whose mean over draws is `P(C | H_k)`;
+        `observed_data` has actions `[run, episode, time]` and observations by site
+        `[run, episode, time, …]`, NaN where nothing was seen; `run` has what `to_dataset` gives.
+
+        Args:
+            chains: How many chains of draws; they differ in the draws alone.
+            draws: How many in each.
+            seed: Of the draws.
+        """
+        M, D = require_count("chains", chains), require_count("draws", draws)
+        R, steps, C = self.posteriors.shape
+        with isolated(seed):
+            flat = self.posteriors.reshape(R * steps, C)
+            index = torch.multinomial(flat, M * D, replacement=True)  # [R (K+1), M D]
+        index = index.T.reshape(M, D, R, steps).cpu()
+        axes = ("chain", "draw", "run", "episodes_lived")
+        posterior = xr.Dataset(
+            {
+                "context_index": (axes, index.numpy()),
+                "is_context": ((*axes, "context"), torch.nn.functional.one_hot(index, C).numpy()),
+            },
+            {
+                "chain": np.arange(M),
+                "draw": np.arange(D),
+                "run": np.arange(R),
+                "episodes_lived": np.arange(steps),
+                "context": list(self.model.context_names),
+            },
+        )
+        return wrapped({"posterior": posterior, "observed_data": self._observed(), "run": self.to_dataset()})
+
+    def _observed(self) -> xr.Dataset:
+        R, K = self.returns.shape
+        T = max((batch.horizon for batch in self.episodes), default=0)
+        actions = np.full((R, K, T), -1)  # -1: nothing was done
+        sites = {
+            name: np.full((R, K, T, *values.shape[2:]), np.nan)
+            for name, values in (self.episodes[0].observations.items() if self.episodes else ())
+        }
+        for k, batch in enumerate(self.episodes):
+            rows, steps = self.played[:, k].cpu().numpy(), batch.horizon
+            alive = np.arange(steps) < batch.lengths.cpu().numpy()[:, None]
+            actions[rows, k, :steps] = np.where(alive, batch.actions.cpu().numpy(), -1)
+            for name, values in batch.observations.items():
+                flags = batch.observed[name]
+                flags = flags.reshape(flags.shape + (1,) * (values.dim() - flags.dim()))
+                seen = torch.where(flags, values.double(), torch.nan)
+                sites[name][rows, k, :steps] = seen.cpu().numpy()
+        axes = ("run", "episode", "time")
+        variables: dict[str, Any] = {"action": (axes, actions)}
+        for name, series in sites.items():
+            further = tuple(f"{name}_dim_{i}" for i in range(series.ndim - 3))
+            variables[name] = ((*axes, *further), series)
+        coordinates = {"run": np.arange(R), "episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)}
+        return xr.Dataset(variables, coordinates)
+
+    def plot(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
+        """Cumulative regret, or returns where regret cannot be told, and the posterior: a figure.
+
+        Args:
+            optima: As for `regret`.
+        """
+        from solvers.regret.plots import plot_run
+
+        return plot_run(self, optima)
+
+
+class RunRecorder:
+    """A run as it goes.
+
+    Args:
+        model: The CPOMDP.
+        contexts: The true ones, `[R]`, if known.
+        log_posterior: What is believed before the first episode, `[R, C]`.
+
+    Attributes:
+        log_posterior: What is believed now, `log P(C | H_k)`, float64 `[R, C]`.
+        lived: What came of every episode so far, with the runs that played it.
+    """
+
+    def __init__(self, model: CPOMDP, contexts: Tensor | None, log_posterior: Tensor) -> None:
+        self.model, self.contexts = model, contexts
+        self.log_posterior = log_posterior
+        self.possible = log_posterior > -torch.inf
+        self.lived: list[tuple[Tensor, EpisodeOutcome]] = []
+        self._believed = [log_posterior]
+
+    def write(self, rows: Tensor, lived: EpisodeOutcome) -> None:
+        """Bayes' rule for the runs `rows [n]` that played another episode."""
+        joint = self.log_posterior[rows] + lived.log_likelihood
+        updated = log_normalised(joint[:, None]).squeeze(1)
+        least = torch.where(self.possible[rows], math.log(UNLIKELY), -torch.inf)
+        updated = torch.maximum(updated, least).log_softmax(-1)
+        self.log_posterior = self.log_posterior.index_copy(0, rows, updated)
+        self._believed.append(self.log_posterior)
+        self.lived.append((rows, lived))
+
+    def read(self) -> Run:
+        """The run so far."""
+        R, K = len(self.log_posterior), len(self.lived)
+        returns = self.log_posterior.new_full((R, K), math.nan)
+        played = torch.zeros(R, K, dtype=torch.bool, device=returns.device)
+        for k, (rows, lived) in enumerate(self.lived):
+            returns[rows, k] = lived.returns.to(returns)
+            played[rows, k] = True
+        return Run(
+            self.model,
+            self.contexts,
+            torch.stack(self._believed, 1).exp(),
+            returns,
+            played,
+            tuple(lived.episodes for _, lived in self.lived),
+        )

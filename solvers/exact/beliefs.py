@@ -1,0 +1,152 @@
+"""The beliefs of a finite model that can be reached from a prior, in layers by time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.exact.tables import Finite, Indices, Reals, row_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Keys: TypeAlias = NDArray[np.uint64]
+
+DECIMALS = 11
+"""Beliefs that agree so far are one belief: they came to it by different orders of rounding."""
+
+MAX_BELIEFS = 200_000
+"""How many beliefs there may be at any one time, unless asked otherwise."""
+
+AT_ONCE = 2**22
+"""Numbers that one array may hold while the successors of beliefs are computed."""
+
+
+class TooManyBeliefsError(ValueError):
+    """A model has more beliefs than may be gone through."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """All beliefs of one time.
+
+    Attributes:
+        beliefs: `P(c, s | h)`, `[n, C, N]`.
+        possible: 1 where context and state are possible after some history that leads to the belief, though
+            the agent may hold them impossible, `[n, C, N]`; None if it holds no context impossible.
+    """
+
+    beliefs: Reals
+    possible: Reals | None
+
+    def __len__(self) -> int:
+        return len(self.beliefs)
+
+    def parts(self, tables: Finite) -> Iterator[Layer]:
+        """Some beliefs at a time."""
+        for _, part in parts(tables, len(self)):
+            yield Layer(self.beliefs[part], None if self.possible is None else self.possible[part])
+
+
+class _Distinct:
+    """Collects beliefs, and keeps one of each."""
+
+    def __init__(self, time: int, most: int) -> None:
+        self.time, self.most = time, most
+        self.parts: list[tuple[Keys, Reals, Reals | None]] = []
+
+    def add(self, beliefs: Reals, possible: Reals | None) -> Keys:
+        """Beliefs `[n, C, N]`, and what is possible with them: a key for each, `[n]`."""
+        all_keys = row_keys(beliefs.reshape(len(beliefs), -1), DECIMALS)
+        self.parts.append(_distinct(all_keys, beliefs, possible))
+        if sum(len(keys) for keys, *_ in self.parts) > 2 * self.most:
+            self.layer(finished=False)
+        return all_keys
+
+    def layer(self, finished: bool = True) -> tuple[Layer, Keys]:
+        """The distinct beliefs, and their keys in ascending order."""
+        of_keys, of_beliefs, of_possible = zip(*self.parts, strict=True)
+        possible = None if of_possible[0] is None else np.concatenate(of_possible)
+        keys, beliefs, possible = _distinct(np.concatenate(of_keys), np.concatenate(of_beliefs), possible)
+        if len(keys) > self.most:
+            least = "" if finished else "at least "
+            raise TooManyBeliefsError(
+                f"{least}{len(keys)} beliefs can be reached at time {self.time}, and "
+                f"max_beliefs = {self.most}: shorten the horizon, or raise max_beliefs; "
+                "cpomdp_ppl.bounds.informed_return tells what is earned at most, of any number of beliefs"
+            )
+        self.parts = [(keys, beliefs, possible)]
+        return Layer(beliefs, possible), keys
+
+
+def _distinct(keys: Keys, beliefs: Reals, possible: Reals | None) -> tuple[Keys, Reals, Reals | None]:
+    """The first belief of each key, and all that is possible with any."""
+    if possible is None:
+        keys, first = np.unique(keys, return_index=True)
+        return keys, beliefs[first], None
+    order = np.argsort(keys, kind="stable")
+    keys, first = np.unique(keys[order], return_index=True)
+    return keys, beliefs[order[first]], np.maximum.reduceat(possible[order], first, axis=0)
+
+
+def condition(predicted: Reals, likelihood: Reals) -> tuple[Reals, Reals]:
+    """Bayes' rule for `[n, K, C, N]`: the posteriors, and the evidence `[n, K]`.
+
+    What is held impossible may yet be seen, if the belief is wrong: nothing is learned from it.
+    """
+    joint = predicted * likelihood
+    P = joint.sum((-2, -1))
+    held = (P > 0)[..., None, None]
+    return np.where(held, joint / np.where(held, P[..., None, None], 1.0), predicted), P
+
+
+def first_layer(tables: Finite, prior: Reals, most: int) -> tuple[Layer, Indices, Reals]:
+    """The beliefs at time 0, which of them follows on what, `[K]`, and how likely that is, `[K]`."""
+    predicted = (prior[:, None] * tables.initial)[None, None]  # [1, 1, C, N]
+    likelihood = tables.before.likelihood
+    beliefs, P = condition(predicted, likelihood)
+    possible = None if prior.all() else ((tables.initial * likelihood) > 0).astype(np.float64)[None]
+    distinct = _Distinct(0, most)
+    keys, met = _collect(distinct, beliefs, P, possible)
+    layer, known = distinct.layer()
+    return layer, _numbers(known, keys, met)[0], P[0]
+
+
+def next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer, Indices, Reals]:
+    """The beliefs at time t, which of them follows on what, `[n, K]`, and how likely that is, `[n, K]`."""
+    after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
+    distinct, collected, evidence = _Distinct(t, most), [], []
+    for part in layer.parts(tables):
+        beliefs, P = condition(tables.predict(part.beliefs)[:, after], likelihood)
+        possible = None
+        if part.possible is not None:
+            possible = (tables.predict(part.possible)[:, after] * likelihood > 0).astype(np.float64)
+        collected.append(_collect(distinct, beliefs, P, possible))
+        evidence.append(P)
+    following, known = distinct.layer()
+    numbers = [_numbers(known, keys, met) for keys, met in collected]
+    return following, np.concatenate(numbers), np.concatenate(evidence)
+
+
+def _collect(
+    distinct: _Distinct, beliefs: Reals, P: Reals, possible: Reals | None
+) -> tuple[Keys, NDArray[np.bool_]]:
+    """Keys of those beliefs `[n, K, C, N]` that may be come to at all, and which these are, `[n, K]`."""
+    met = P > 0 if possible is None else possible.sum((-2, -1)) > 0
+    return distinct.add(beliefs[met], None if possible is None else possible[met]), met
+
+
+def _numbers(known: Keys, keys: Keys, met: NDArray[np.bool_]) -> Indices:
+    """Which belief it is, `[n, K]`; -1 for what cannot happen."""
+    numbers = np.full(met.shape, -1, dtype=np.int64)
+    numbers[met] = np.searchsorted(known, keys)
+    return numbers
+
+
+def parts(tables: Finite, n: int) -> Iterator[tuple[int, slice]]:
+    """Slices of n rows, few enough for what follows on them to be computed at once, and where they begin."""
+    size = max(1, AT_ONCE // tables.outcomes.likelihood.size)
+    return ((i, slice(i, i + size)) for i in range(0, n, size))

@@ -1,0 +1,526 @@
+"""Sweeps: every point once, the same bits whoever computes it, and nothing lost that was finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pytest
+import torch
+import xarray as xr
+
+from cpomdp_ppl.experiments import sweep as sweeps
+from cpomdp_ppl.experiments.fingerprint import digest, name_of
+from cpomdp_ppl.experiments.sweep import SweepError, as_dataset, seed_of, sweep
+from cpomdp_ppl.experiments.sweep_folder import SweepFolderError
+from cpomdp_ppl.models import ContextualTiger, LineGrid
+from cpomdp_ppl.rng import generators
+from tests.tasks import Noting, Opaque, begun, filtered, first_seed
+
+ROOT = Path(__file__).parent.parent
+HERE = {"workers": 1, "progress": False}
+AXES = {"horizon": [2, 3], "seed": range(3)}
+
+
+def product(a, b):
+    return {"product": a * b, "both": [a, b]}
+
+
+def test_every_point_is_where_it_belongs():
+    found = sweep(product, {"a": [2, 3, 5], "b": [7, 11]}, **HERE)
+    assert found["product"].dims == ("a", "b")
+    assert found["product"].values.tolist() == [[14, 22], [21, 33], [35, 55]]
+    assert found["both"].dims == ("a", "b", "both_dim_0")
+    assert found["both"].sel(a=3, b=11).values.tolist() == [3, 11]
+    assert found["product"].dtype.kind == "i"
+
+
+def test_labels_stand_for_values():
+    models = {"grid": LineGrid(), "tiger": ContextualTiger()}
+
+    def actions(model, factor):
+        return {"number": model.num_actions * (factor or 10)}
+
+    found = sweep(actions, {"model": models, "factor": [None, 2]}, **HERE)
+    assert found["number"].sel(model="tiger", factor="None") == 10 * models["tiger"].num_actions
+    assert found["number"].sel(model="grid", factor="2") == 2 * models["grid"].num_actions
+
+
+def test_outcomes_may_be_labelled_arrays():
+    def curve(scale):
+        x = xr.DataArray([1.0, 2.0], dims="x", coords={"x": [10, 20]})
+        return xr.Dataset({"y": scale * x, "name": ((), f"times {scale}")})
+
+    found = sweep(curve, {"scale": np.array([1.0, 4.0])}, **HERE)
+    assert found["y"].sel(scale=4.0, x=20) == 8.0
+    assert found["name"].sel(scale=1.0).item() == "times 1.0"
+    named = sweep(lambda scale: xr.DataArray(scale, name="z"), {"scale": torch.tensor([3])}, **HERE)
+    assert named["z"].sel(scale=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({}, "axes: expected"),
+        ({"a": []}, "a: expected at least one value"),
+        ({"a": [1, 1]}, "a: expected values that differ"),
+        ({"a": "words"}, "a: expected a sequence"),
+        ({"a": 3}, "a: expected a sequence"),
+        ({"a": np.array(3)}, "a: expected a sequence"),
+        ({"a": torch.tensor(3)}, "a: expected a sequence"),
+        ({"a": {"one", "two"}}, "a: expected a sequence"),
+        ({"a": ["a", "a\0"]}, "a: expected values that differ"),
+        ({"a": [2**53, 2**53 + 1, 0.5]}, "a: expected values that differ"),
+        ({"a": [float("nan"), float("nan")]}, "a: expected values that differ"),
+        ({"a": [LineGrid()]}, "a: expected numbers or words; to anything else give a label"),
+        ({"a": {1: 2}}, "a: expected labels that are words"),
+        ({"not a name": [1]}, "axes: expected names of arguments"),
+    ],
+)
+def test_axes_that_make_no_sense(axes, message):
+    with pytest.raises(ValueError, match=message):
+        sweep(product, axes, **HERE)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (3.0, "expected a function that returns numbers or arrays by name"),
+        ({"x": object()}, "expected numbers, truth values, words or times"),
+        ({"seed": 1.0}, "outcomes with other names than the axes"),
+    ],
+)
+def test_outcomes_that_make_no_sense(outcome, message):
+    with pytest.raises(SweepError, match=message):
+        sweep(lambda seed: outcome, {"seed": [0]}, **HERE)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        lambda n: {"x": np.zeros(2 if n == 2 else 1)},
+        lambda n: {"y" if n == 2 else "x": 0.0},
+        lambda n: {"x": "two" if n == 2 else n},
+        lambda n: xr.DataArray([1.0], dims="i", coords={"i": [n == 2]}, name="x"),
+    ],
+)
+def test_an_outcome_that_does_not_fit_in_is_a_failure_of_its_point(task, tmp_path):
+    with pytest.raises(SweepError, match=r"[xi] is not the same at n=1 and n=2") as caught:
+        sweep(task, {"n": [1, 2, 3]}, folder=tmp_path, **HERE)
+    assert set(caught.value.failures) == {(2,)}
+    assert caught.value.partial["x"].sizes["n"] == 3
+    assert len(list((tmp_path / "points").iterdir())) == 2
+
+
+def test_coordinates_may_hold_nan():
+    def curve(a):
+        return xr.Dataset(
+            {"y": ("x", [1.0, 2.0])}, {"x": [1.0, np.nan], "t": ("x", np.array([0, "NaT"], "M8[s]"))}
+        )
+
+    assert sweep(curve, {"a": [1, 2]}, **HERE).sizes == {"a": 2, "x": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_values_are_the_tasks_own_to_change(workers):
+    def grown(values, seed):
+        values.append(seed)
+        return {"length": len(values)}
+
+    given = {"empty": []}
+    found = sweep(grown, {"values": given, "seed": range(3)}, workers=workers, progress=False)
+    assert found["length"].values.tolist() == [[1, 1, 1]]
+    assert given == {"empty": []}
+
+
+def test_what_cannot_be_sent_is_named():
+    """Before anything is done; what is not understood elsewhere is a failure of its points alone."""
+    pytest.importorskip("joblib")
+    there = {"workers": 2, "progress": False}
+    with pytest.raises(ValueError, match="value=lock: workers: expected 1, for what cannot be pickled"):
+        sweep(first_seed, {"value": {"one": 1, "lock": threading.Lock()}, "seed": [0]}, **there)
+    assert sweep(first_seed, {"value": {"lock": threading.Lock()}, "seed": [0]}, **HERE)["seed_"] == 0
+    with pytest.raises(SweepError, match="no such file on this machine") as caught:
+        sweep(first_seed, {"value": {"one": 1, "opaque": Opaque()}, "seed": [5, 6]}, **there)
+    assert set(caught.value.failures) == {("opaque", 5), ("opaque", 6)}
+    assert caught.value.partial["seed_"].sel(value="one").values.tolist() == [5, 6]
+
+
+def test_when_the_machinery_breaks_what_there_is_is_not_lost(monkeypatch):
+    def broken(function, items, **_):
+        yield 0, function(items[0])
+        raise ConnectionError("the scheduler is gone")
+
+    monkeypatch.setattr(sweeps, "in_parallel", broken)
+    with pytest.raises(SweepError, match="the scheduler is gone") as caught:
+        sweep(product, {"a": [2, 3], "b": [5]}, **HERE)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert caught.value.partial["product"].values[0].item() == 10
+    assert set(caught.value.failures) == {(3, 5)}
+
+
+def test_without_a_folder_nothing_is_digested(monkeypatch):
+    def never(value):
+        raise AssertionError
+
+    monkeypatch.setattr(sweeps, "digest", never)
+    assert sweep(product, {"a": [2], "b": [5]}, **HERE)["product"].item() == 10
+
+
+def test_what_cannot_be_told_apart_is_named(monkeypatch, tmp_path):
+    def never(value):
+        if value == [1]:
+            raise ValueError("cannot be told apart")
+        return "same"
+
+    monkeypatch.setattr(sweeps, "digest", never)
+    with pytest.raises(ValueError, match="a=odd: cannot be told apart"):
+        sweep(product, {"a": {"even": 2, "odd": [1]}, "b": [5]}, folder=tmp_path / "new", **HERE)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": 0}, "workers: expected"),
+        ({"retries": -1}, "retries: expected"),
+        ({"axes": {"c": [1]}}, "task"),
+    ],
+)
+def test_nothing_is_made_if_arguments_make_no_sense(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        sweep(product, folder=tmp_path / "new", **{"axes": {"a": [1], "b": [2]}, **HERE, **settings})
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_outcome_of_another_device_is_another(tmp_path):
+    sweep(product, {"a": [1], "b": [2]}, folder=tmp_path, **HERE)
+    with torch.device("meta"), pytest.raises(SweepFolderError, match="its device is 'cpu'"):
+        sweep(product, {"a": [1], "b": [2]}, folder=tmp_path, **HERE)
+
+
+def test_a_task_that_raises_spoils_only_its_own_point(tmp_path):
+    def quotient(a, b):
+        return {"quotient": a // b, "word": "fine"}
+
+    axes = {"a": [6, 8], "b": [0, 2]}
+    with pytest.raises(SweepError, match=r"2 points of 4 failed: a=6, b=0; a=8, b=0; .* has the others") as c:
+        sweep(quotient, axes, folder=tmp_path, **HERE)
+    assert "ZeroDivisionError" in str(c.value)
+    assert "in quotient" in str(c.value)  # the traceback
+    assert set(c.value.failures) == {(6, 0), (8, 0)}
+    assert c.value.partial["quotient"].sel(b=2).values.tolist() == [3, 4]
+    assert c.value.partial["quotient"].sel(b=0).isnull().all()
+    assert len(list((tmp_path / "points").iterdir())) == 2
+    again = pickle.loads(pickle.dumps(c.value))
+    assert str(again) == str(c.value)
+    assert again.partial.identical(c.value.partial)
+
+
+def test_if_all_fail_there_are_still_labels():
+    with pytest.raises(SweepError) as caught:
+        sweep(lambda a: sys.exit(3), {"a": [1, 2]}, **HERE)
+    assert caught.value.partial["a"].values.tolist() == [1, 2]
+
+
+def test_a_task_that_forgets_to_seed_is_still_the_same(tmp_path):
+    """Whatever comes before, and however many are at work."""
+    torch.manual_seed(1)
+    first = sweep(filtered, AXES, **HERE)
+    torch.manual_seed(2)
+    with pyro.get_param_store().scope():
+        pyro.param("number", torch.tensor(99.0))  # not for tasks to see
+        again = sweep(filtered, {**AXES, "seed": [2, 0, 1]}, **HERE).sortby("seed")
+    assert first.identical(again)
+    assert len(np.unique(first["drawn"])) == first["drawn"].size
+    assert (first["threads"] == 1).all()
+
+
+def test_the_caller_is_left_as_it_was(tmp_path):
+    """Environment, filters, generators, params, threads, dtype: in this process, and with others at work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def state():
+        return (
+            dict(os.environ),
+            list(warnings.filters),
+            generators(),
+            dict(pyro.get_param_store().items()),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            signal.getsignal(signal.SIGINT),
+            os.getcwd(),
+        )
+
+    try:
+        pytest.importorskip("joblib.parallel")  # what is imported may add filters of its own
+        before = state()
+        results = [sweep(filtered, AXES, workers=workers, progress=False) for workers in (1, 2)]
+        with pytest.raises(SweepError):
+            sweep(lambda a: 1 / a, {"a": [0]}, **HERE)
+        assert state() == before
+    finally:
+        torch.set_num_threads(threads)
+    assert results[0].identical(results[1])
+
+
+def test_tasks_can_learn_wherever_they_are_called():
+    def slope(a):
+        x = torch.tensor(float(a), requires_grad=True)
+        (x * x).backward()
+        return {"slope": x.grad}
+
+    with torch.no_grad():
+        assert sweep(slope, {"a": [3]}, **HERE)["slope"].item() == 6.0
+    with torch.inference_mode():
+        assert sweep(slope, {"a": [3]}, **HERE)["slope"].item() == 6.0
+
+
+def test_a_folder_has_what_was_finished(tmp_path):
+    notes, folder = tmp_path / "notes", tmp_path / "sweep"
+    notes.mkdir()
+    task = Noting(notes)
+    first = sweep(task, AXES, folder=folder, **HERE)
+    assert sweep(task, AXES, folder=folder, **HERE).identical(first)
+    assert begun(notes)[0] == {(h, s): 1 for h in (2, 3) for s in range(3)}
+    more = sweep(task, {"horizon": [2, 3, 4], "seed": range(4)}, folder=folder, **HERE)
+    assert begun(notes)[0] == {(h, s): 1 for h in (2, 3, 4) for s in range(4)}
+    assert more.sel(horizon=[2, 3], seed=range(3)).identical(first)
+    one = sweep(task, {"horizon": [4], "seed": [3]}, folder=folder, **HERE)
+    assert one.identical(more.sel(horizon=[4], seed=[3]))
+
+
+def test_a_damaged_file_is_computed_again(tmp_path):
+    first = sweep(filtered, AXES, folder=tmp_path, **HERE)
+    files = sorted((tmp_path / "points").iterdir())
+    assert len(files) == 6
+    content = files[0].read_bytes()
+    half, flipped = content[: len(content) // 2], bytearray(content)
+    flipped[content.index(b"NUMPY") + 200] ^= 1
+    with np.load(files[3], allow_pickle=False) as file:
+        record = json.loads(str(file["record"][()]))
+    del record["content"][0]["dims"]
+    np.savez(tmp_path / "other.npz", record=np.array(json.dumps(record)))
+    np.savez(tmp_path / "code.npz", record=np.array([print], dtype=object))  # pickled
+    code, other = ((tmp_path / name).read_bytes() for name in ("code.npz", "other.npz"))
+    (tmp_path / "other.npz").unlink()
+    (tmp_path / "code.npz").unlink()
+    for file, damage in zip(files, (half, bytes(flipped), b"", other, code), strict=False):
+        file.write_bytes(damage)
+        with pytest.warns(RuntimeWarning, match=f"{file.name} is damaged, and is computed again"):
+            assert sweep(filtered, AXES, folder=tmp_path, **HERE).identical(first)
+        assert sweep(filtered, AXES, folder=tmp_path, **HERE).identical(first)
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="written anew"):
+        sweep(filtered, AXES, folder=tmp_path, **HERE)
+
+
+def test_files_of_another_sweep_are_noticed(tmp_path):
+    def task(a, b=None):
+        return {"x": a}
+
+    sweep(task, {"a": [1]}, folder=tmp_path / "one", **HERE)
+    with pytest.raises(SweepFolderError, match="its axes is"):
+        sweep(task, {"a": [1], "b": [2]}, folder=tmp_path / "one", **HERE)
+    with pytest.raises(SweepFolderError, match="its task is"):
+        sweep(lambda a: {"x": a}, {"a": [1]}, folder=tmp_path / "one", **HERE)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(SweepFolderError, match=r"has no sweep\.json"):
+        sweep(task, {"a": [1]}, folder=tmp_path / "mine", **HERE)
+    with pytest.raises(ValueError, match="folder: expected"):
+        sweep(task, {"a": [1]}, folder=tmp_path / "mine" / "thesis.tex", **HERE)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(SweepFolderError, match="its dtype is"):
+            sweep(task, {"a": [1]}, folder=tmp_path / "one", **HERE)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def make_task(source, name="task"):
+    names = {"__name__": "elsewhere"}
+    exec(compile(source, "<elsewhere>", "exec"), names)
+    return names[name]
+
+
+def test_a_changed_task_or_value_is_not_the_old_one(tmp_path):
+    """Each under the same name and labels."""
+    old = make_task("def task(model): return {'x': 1}")
+    models = {"grid": LineGrid()}
+    sweep(old, {"model": models}, folder=tmp_path, **HERE)
+    sweep(make_task("def task(model): return {'x': 1}"), {"model": models}, folder=tmp_path, **HERE)
+    with pytest.raises(SweepFolderError, match="its task_digest is"):
+        sweep(make_task("def task(model): return {'x': 2}"), {"model": models}, folder=tmp_path, **HERE)
+    with pytest.raises(SweepFolderError, match=r"its values is \{'model'"):
+        sweep(old, {"model": {"grid": LineGrid(horizon=7)}}, folder=tmp_path, **HERE)
+
+
+class Box:
+    def __init__(self, content, private=0):
+        self.content, self._private = content, private
+
+
+SAME = [
+    lambda: 1,
+    lambda: [1.5, "a", None, b"b", {3, 4}, {"x": (1, 2)}, range(3), Path("a")],
+    lambda: torch.arange(6.0).reshape(2, 3),
+    lambda: np.arange(4),
+    lambda: LineGrid(horizon=3),
+    lambda: Box(torch.ones(2), private=[1]),
+    lambda: partial(product, 1),
+    lambda: Box(3).__init__,
+    lambda: product,
+    lambda: (lambda x: lambda y: x + y)(2),
+    lambda: len,
+    lambda: torch.float64,
+]
+OTHERS = [
+    (1, 1.0),
+    (1, True),
+    (0.0, -0.0),
+    ("1", 1),
+    ([1, 2], [2, 1]),
+    (torch.ones(2), torch.ones(2, 1)),
+    (torch.ones(2), torch.ones(2).double()),
+    (np.zeros(2), np.zeros(3)),
+    (LineGrid(horizon=3), LineGrid(horizon=4)),
+    (LineGrid(), ContextualTiger()),
+    (Box(1), Box(2)),
+    (Box(1), Box(1, private=2)),
+    (partial(product, 1), partial(product, 2)),
+    ((lambda x: lambda y: x + y)(2), (lambda x: lambda y: x + y)(3)),
+    (lambda x: x + 1, lambda x: x + 2),
+    (lambda x, y=1: x, lambda x, y=2: x),
+    (len, abs),
+    (torch.float64, torch.float32),
+    ({"a": 1}, {"b": 1}),
+]
+
+
+@pytest.mark.parametrize("make", SAME)
+def test_the_same_value_has_the_same_digest(make):
+    assert digest(make()) == digest(make())
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS)
+def test_other_values_have_other_digests(one, other):
+    assert digest(one) != digest(other)
+
+
+def test_a_digest_does_not_change_with_use():
+    """That it is the same in another process is what lets a killed sweep, or fit, go on."""
+    model = LineGrid()
+    fresh = digest(model)
+    model.check()
+    filtered(2, 0)
+    assert digest(model) == fresh
+    assert name_of(Noting(".")) == "tests.tasks:Noting"
+
+
+def test_circles_have_an_end():
+    one: list[object] = [1]
+    one.append(one)
+    assert digest(one) != digest([1])
+
+
+def test_seeds_of_points_differ():
+    seeds = [seed_of({"a": a, "seed": s}) for a in range(10) for s in range(10)]
+    assert len(set(seeds)) == 100
+
+
+def test_arrays_of_words_in_any_dress():
+    words = xr.DataArray(np.array(["a", "bc"], dtype=object), dims="w", name="words")
+    assert as_dataset(words, [])["words"].dtype.kind == "U"
+
+
+def test_a_killed_process_costs_only_what_it_had_in_hand(tmp_path):
+    pytest.importorskip("joblib")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    task = Noting(notes, killed=3)
+    with pytest.warns(RuntimeWarning, match="a process was killed"):
+        found = sweep(task, AXES, folder=tmp_path / "sweep", workers=2, progress=False)
+    assert found.identical(sweep(filtered, AXES, **HERE))
+    times, _ = begun(notes)
+    assert times.pop((3, 0)) == 2
+    assert set(times.values()) <= {1, 2}
+    assert sum(times.values()) <= 5 + 3  # the other's, and what was ready but not yet heard of
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
+    """By SIGKILL, in the middle; its processes end with it."""
+    pytest.importorskip("joblib")
+    notes, folder, axes = tmp_path / "notes", tmp_path / "sweep", {"horizon": [2, 3], "seed": range(4)}
+    notes.mkdir()
+    script = f"""
+    from cpomdp_ppl.experiments.sweep import sweep
+    from tests.tasks import Noting
+
+    axes = {{"horizon": [2, 3], "seed": range(4)}}
+    sweep(Noting({str(notes)!r}, slow=0.5), axes, folder={str(folder)!r}, workers=2)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    caller = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait(lambda: len(list(folder.glob("points/*.npz"))) >= 3)
+    finally:
+        caller.kill()
+        caller.wait()
+    processes = begun(notes)[1]
+    wait(lambda: not any(map(runs, processes)))
+    finished = len(list(folder.glob("points/*.npz")))
+    assert 3 <= finished < 8
+    before = sum(begun(notes)[0].values())
+    found = sweep(Noting(notes, slow=0.5), axes, folder=folder, **HERE)
+    assert sum(begun(notes)[0].values()) - before == 8 - finished
+    assert found.identical(sweep(filtered, axes, **HERE))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_goes_on_to_the_caller(tmp_path, workers):
+    pytest.importorskip("joblib")
+    notes, folder = tmp_path / "notes", tmp_path / "sweep"
+    notes.mkdir()
+
+    def press():
+        wait(lambda: len(list(folder.glob("points/*.npz"))) >= 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    axes = {"horizon": [2], "seed": range(50)}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(Noting(notes, slow=0.2), axes, folder=folder, workers=workers, progress=False)
+    pressing.join()
+    assert 2 <= len(list(folder.glob("points/*.npz"))) < 50
+    assert not list(folder.glob("points/.*"))
+
+
+def runs(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
