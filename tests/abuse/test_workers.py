@@ -17,7 +17,7 @@ from tests.tasks import Noting
 joblib = pytest.importorskip("joblib")
 pytestmark = [
     pytest.mark.skipif(
-        FACTOR == 1, reason="takes long: see CPOMDP_ABUSE, and tests/test_sweep.py, test_cluster.py"
+        FACTOR == 1, reason="takes long: see CPOMDP_ABUSE, and tests/experiments"
     ),
     pytest.mark.filterwarnings("ignore"),
 ]

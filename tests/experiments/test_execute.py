@@ -275,7 +275,7 @@ def test_the_filters_of_a_fresh_process_stay_as_they_are():
     sweep(lambda a: {"x": a}, {"a": [1]}, workers=1, progress=False)
     assert warnings.filters == before
     """
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         check=True,

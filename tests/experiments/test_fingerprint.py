@@ -30,7 +30,7 @@ from cpomdp_ppl.experiments.fingerprint import MACHINERY, UndigestibleError, dig
 from cpomdp_ppl.models import LineGrid
 from solvers.cids.policy import LSTMPolicy
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass

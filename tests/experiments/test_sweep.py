@@ -29,7 +29,7 @@ from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.rng import generators
 from tests.tasks import Noting, Opaque, begun, filtered, first_seed
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HERE = {"workers": 1, "progress": False}
 AXES = {"horizon": [2, 3], "seed": range(3)}
 

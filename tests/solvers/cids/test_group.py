@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch has no gloo here",
 )
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SMALL = 5  # episodes in a shard
 SHORT = dict(
     iterations=5, batch_size=23, seed=3, progress=False
