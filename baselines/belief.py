@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope, rows_observed
 from cpomdp_ppl.inference.belief import map_belief
@@ -17,6 +16,7 @@ from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.inference.persistence import updated
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import seed_for
 from cpomdp_ppl.state import leaves, map_state
 

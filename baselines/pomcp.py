@@ -31,12 +31,12 @@ from baselines.pomdp_py_adapter import (
     particles,
     planner,
 )
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import require_seed, seed_for
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, one_hot
 
 from baselines.learned import Learned
-from cpomdp_ppl.context import weighted_strata
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.prior import weighted_strata
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.rollout import simulate

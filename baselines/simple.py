@@ -157,7 +157,7 @@ class ContextKnown:
     """The oracle: acts as the policy of the true context does, which it must be told.
 
     It takes the prior at its word: play it with a prior that is sure of each episode's context, as
-    `evaluate(…, told=True)` does.
+    `evaluate(…, reveal_context=True)` does.
 
     Args:
         model: The CPOMDP.

@@ -188,7 +188,11 @@ def measure(folder: Path, model_name: str, row: str, few: int | None = None) -> 
     made = make()
     began = time.perf_counter()
     result = evaluate(
-        model, made.policy, num_episodes, told=isinstance(made.policy, ContextKnown), batch_size=num_episodes
+        model,
+        made.policy,
+        num_episodes,
+        reveal_context=isinstance(made.policy, ContextKnown),
+        batch_size=num_episodes,
     )
     record = {
         "evaluation": result.as_dict(),

@@ -15,11 +15,12 @@ import torch
 from torch.nn.functional import one_hot
 
 from cpomdp_ppl.bounds import informed_return
-from cpomdp_ppl.context import entropy, one_prior, weighted_strata
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.experiments.execute import filters_kept, in_parallel, require_workers, stays_here
 from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.policy import as_policy
+from cpomdp_ppl.prior import one_prior, weighted_strata
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import RandomStream, fresh_seed, require_seed
 from cpomdp_ppl.rollout import simulate
@@ -250,7 +251,7 @@ def evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
-    told: bool = False,
+    reveal_context: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
     progress: Progress = False,
@@ -266,7 +267,7 @@ def evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
-    told: bool = False,
+    reveal_context: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
     progress: Progress = False,
@@ -281,7 +282,7 @@ def evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
-    told: bool = False,
+    reveal_context: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
     progress: Progress = False,
@@ -305,7 +306,7 @@ def evaluate(
         likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact one,
             as far as simulated episodes tell; see `reference_backend`.
         prior: Over contexts, `[C]`; the model's if left out.
-        told: Whether the policy is told the context: it then starts from a prior that is sure of it.
+        reveal_context: Whether the policy is told the context: it then starts from a prior that is sure of it.
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
             needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
@@ -325,7 +326,7 @@ def evaluate(
     settings: dict[str, Any] = {
         "likelihood": likelihood,
         "prior": prior,
-        "told": told,
+        "reveal_context": reveal_context,
         "batch_size": batch_size,
         "workers": workers,
         "progress": progress,
@@ -350,7 +351,7 @@ def _evaluate(
     *,
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
-    told: bool = False,
+    reveal_context: bool = False,
     batch_size: int = 4000,
     workers: int | None = 1,
     progress: Progress = False,
@@ -369,7 +370,15 @@ def _evaluate(
     contexts, weights = weighted_strata(p, B, root.spawn(1)[0])
     given = None if prior is None else p
     tasks = [
-        (model, as_policy(policy), contexts[k::parts], given, told, follow, [int(word) for word in words])
+        (
+            model,
+            as_policy(policy),
+            contexts[k::parts],
+            given,
+            reveal_context,
+            follow,
+            [int(word) for word in words],
+        )
         for k, words in enumerate(root.generate_state(3 * parts).reshape(parts, 3))
     ]
     # The policy itself and not a copy of it: it may count what it does.
@@ -436,9 +445,9 @@ decisions, and the name of the backend."""
 
 
 def _play(task: Task, shown: Bar | None = None) -> Outcome:
-    model, policy, contexts, prior, told, follow, seeds = task
+    model, policy, contexts, prior, reveal_context, follow, seeds = task
     watched = Watched(policy, seeds[1], shown)
-    believed = one_hot(contexts, model.num_contexts).double() if told else prior
+    believed = one_hot(contexts, model.num_contexts).double() if reveal_context else prior
     episodes = simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=seeds[0])
     if shown is not None:
         shown.set_postfix_str("context posteriors")

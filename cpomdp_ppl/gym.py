@@ -16,11 +16,11 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rollout import blind
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves, map_state

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import Episodes, filled
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.context import entropy, information_gain, mutual_information, one_prior
+from cpomdp_ppl.context import entropy, information_gain, mutual_information
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LineGrid
+from cpomdp_ppl.prior import one_prior
 from tests.conftest import fixed_actions
 from tests.programs import Walk
 

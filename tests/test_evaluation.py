@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.context import stratified, weighted_strata
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.evaluation import Evaluation, Mean, compare, evaluate
 from cpomdp_ppl.inference import ParticleFilter, reference_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.prior import stratified, weighted_strata
 from tests.conftest import fixed_actions
 from tests.programs import Needle, Skewed, Walk
 from tests.solvers.truth import known_context_value, solve, tables
@@ -177,7 +177,7 @@ def test_a_rare_context_is_played_and_counts_as_the_prior_says(num_episodes):
     assert sum(mean.num_episodes for mean in result.returns_by_context.values()) == num_episodes
 
 
-@pytest.mark.parametrize("settings", [{"batch_size": 3}, {"batch_size": 1}, {"told": True}])
+@pytest.mark.parametrize("settings", [{"batch_size": 3}, {"batch_size": 1}, {"reveal_context": True}])
 def test_weights_go_with_their_episodes(settings):
     model = Skewed((0.9, 0.07, 0.03), (1.0, -100.0, 500.0), (0.0, 0.0, 0.0))
     given = [0.5, 0.48, 0.02]

@@ -12,7 +12,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
-from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inference_scope, initial_step, require_same_sites, steps
@@ -21,6 +20,7 @@ from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.model import CPOMDP
+from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.rng import isolated, require_seed, seed_for
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature

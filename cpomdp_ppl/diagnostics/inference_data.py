@@ -16,13 +16,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.arrays import on_the_right
-from cpomdp_ppl.context import as_prior, entropy
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.persistence import filtered, smoothed
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 

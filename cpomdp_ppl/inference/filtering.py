@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.episodes import filled, require_finite, squeezed
 from cpomdp_ppl.errors import ObservationError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
@@ -25,6 +24,7 @@ from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.policy import Percept
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rollout import blind
 
 if TYPE_CHECKING:

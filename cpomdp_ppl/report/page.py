@@ -11,10 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.experiments.run_folder import RunFolder, versions
+from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.report.algorithm1 import lived
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
 from cpomdp_ppl.report.pictures import SOLUTION, pictures

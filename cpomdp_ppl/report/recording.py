@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.context import as_prior, entropy
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference.backend import inference_scope, initial_step, steps
 from cpomdp_ppl.inference.choice import backend_for
@@ -19,6 +19,7 @@ from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.finite import DiscreteBelief
 from cpomdp_ppl.inference.persistence import updated
 from cpomdp_ppl.policy import as_policy
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.report.lookahead import expected_information
 from cpomdp_ppl.report.rounding import packed, significant
 from cpomdp_ppl.rng import RandomStream, fresh_seed

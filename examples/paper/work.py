@@ -120,7 +120,7 @@ def evaluate_policy(settings: Mapping[str, Any], folder: Path, needs: Sequence[P
     model = make_model(settings)
     policy, note = make_policy(model, settings["policy"], needs)
     B = settings["episodes"]
-    found = evaluate(model, policy, B, told=isinstance(policy, ContextKnown), batch_size=B, seed=0)
+    found = evaluate(model, policy, B, reveal_context=isinstance(policy, ContextKnown), batch_size=B, seed=0)
     result = found.as_dict()
     del result["seconds_per_decision"]  # it would be another one the next time
     assert found.per_episode is not None

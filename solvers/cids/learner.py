@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl import simulate
-from cpomdp_ppl.context import entropy, stratified
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering
 from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.prior import stratified
 from cpomdp_ppl.rng import isolated, seed_for
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.context import as_prior, one_prior
 from cpomdp_ppl.errors import invalid, require
+from cpomdp_ppl.prior import as_prior, one_prior
 from cpomdp_ppl.rng import isolated
 from solvers.cids.checkpoint import described
 

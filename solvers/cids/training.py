@@ -10,7 +10,6 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from cpomdp_ppl.context import as_prior
 from cpomdp_ppl.errors import (
     invalid,
     require,
@@ -21,6 +20,7 @@ from cpomdp_ppl.experiments import run_files
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import Policy
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed
 from solvers.cids import shards

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cpomdp_ppl.context import one_prior, stratified
 from cpomdp_ppl.errors import (
     require,
     require_count,
@@ -20,6 +19,7 @@ from cpomdp_ppl.errors import (
 )
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import Policy, as_policy
+from cpomdp_ppl.prior import one_prior, stratified
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from solvers.cids.checkpoint import (

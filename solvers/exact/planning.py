@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.context import one_prior
 from cpomdp_ppl.errors import ObservationError, invalid, require_count, require_model, require_number
 from cpomdp_ppl.policy import Decision, History, Policy, as_policy
+from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.rng import generators, isolated
 from solvers.exact.beliefs import (
     DECIMALS,

@@ -24,9 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpomdp_ppl.arrays import as_indices, as_tensor
-from cpomdp_ppl.context import entropy, one_prior
+from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import invalid, require, require_count, require_model, require_number
 from cpomdp_ppl.inference.choice import follow_by
+from cpomdp_ppl.prior import one_prior
 from solvers import exact as exactly
 from solvers.exact import MAX_HISTORIES
 from solvers.exact.beliefs import DECIMALS as EXACT_DECIMALS

@@ -265,7 +265,9 @@ CALLS = {
     "Always": played(lambda: Always(FINITE, 0)),
     "MostLikelyContext": played(lambda: MostLikelyContext(FINITE, COMMITTED)),
     "ThompsonSampling": played(lambda: ThompsonSampling(FINITE, COMMITTED)),
-    "ContextKnown": lambda: evaluate(FINITE, ContextKnown(FINITE, COMMITTED), 8, told=True).as_dict(),
+    "ContextKnown": lambda: evaluate(
+        FINITE, ContextKnown(FINITE, COMMITTED), 8, reveal_context=True
+    ).as_dict(),
     "PosteriorSampling": played(lambda: PosteriorSampling(FINITE, COMMITTED)),
     "QMDP": played(lambda: QMDP(FINITE)),
     "PFT": played(lambda: PFT(FINITE, 10, 4)),

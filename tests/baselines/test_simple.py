@@ -40,7 +40,7 @@ def test_the_oracle_is_worth_the_exact_optimum():
     model = ContextualTiger(horizon=5)
     truth = tables(model)
     plans = [solve(truth, 5, prior=[float(c == k) for c in range(3)]) for k in range(3)]
-    result = evaluate(model, ContextKnown(model, plans), 6000, told=True, seed=0)
+    result = evaluate(model, ContextKnown(model, plans), 6000, reveal_context=True, seed=0)
     assert abs(result.returns.mean - known_context_value(truth, 5)) < 4 * result.returns.standard_error
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.context import stratified
 from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark
+from cpomdp_ppl.prior import stratified
 from solvers import cids
 from solvers.cids.checkpoint import CheckpointError
 from solvers.cids.learner import Trunk
