@@ -16,7 +16,7 @@ from torch.special import entr
 
 from baselines.belief import Memory, as_seen, conditioned, drawn, evenly_weighted, thinned
 from baselines.commitments import Commitment, moved, plans, returns_of
-from cpomdp_ppl.errors import require, require_count, require_model, require_number, whole_number
+from cpomdp_ppl.errors import as_integer, require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
@@ -122,7 +122,7 @@ class QMDP:
 
     def _by_parts(self, what: Quantity, memory: Memory, time: int, purpose: int) -> Tensor:
         """A quantity for all episodes, as many at once as memory allows."""
-        proper = whole_number(time) is not None and 0 <= time < self.model.horizon
+        proper = as_integer(time) is not None and 0 <= time < self.model.horizon
         require(proper, "time", time, f"0 to {self.model.horizon - 1}")
         with inference_scope(self.model, seed_for(self.seed, purpose, time)):
             ahead = OneStep(self, time)

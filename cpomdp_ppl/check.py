@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import are_probabilities
 from cpomdp_ppl.dataflow import dependencies
-from cpomdp_ppl.errors import UnsupportedModelError, whole_number
+from cpomdp_ppl.errors import UnsupportedModelError, as_integer
 from cpomdp_ppl.handlers import Batched, Recorded, base_of, mask_of
 from cpomdp_ppl.rng import drawn_from, generators, isolated
 from cpomdp_ppl.signature import read_signature
@@ -56,7 +56,7 @@ def definition_faults(model: CPOMDP) -> list[str]:
             faults.append(f"{program}: this method is missing")
     for name in ("contexts", "actions"):
         value = getattr(model, name, None)
-        number = whole_number(value)
+        number = as_integer(value)
         if value is None:
             faults.append(f"{name}: this attribute is missing; give names, or how many there are")
         elif number is not None:
@@ -67,11 +67,11 @@ def definition_faults(model: CPOMDP) -> list[str]:
         elif len(set(value)) < len(value):
             faults.append(f"{name}: expected different names, got {tuple(value)!r}")
     horizon = getattr(model, "horizon", None)
-    if (whole_number(horizon) or 0) < 1:
+    if (as_integer(horizon) or 0) < 1:
         faults.append(f"horizon: expected a positive number of steps, got {horizon!r}")
-    if model.states is not None and (whole_number(model.states) or 0) < 1:
+    if model.states is not None and (as_integer(model.states) or 0) < 1:
         faults.append(f"states: expected None or a positive number of states, got {model.states!r}")
-    nesting = whole_number(model.max_plate_nesting)
+    nesting = as_integer(model.max_plate_nesting)
     if nesting is None or nesting < 0:
         faults.append(f"max_plate_nesting: expected a number of axes, got {model.max_plate_nesting!r}")
     for name in model._pyro_samples:  # it would be drawn anew for every program, and not by episode
@@ -183,9 +183,9 @@ def _check_programs(model: CPOMDP, faults: Faults) -> None:
     template = _state_alone(model)
     E, N = _trial_sizes(model, template)
     S = (C, E, N)
-    own = (1,) * model.max_plate_nesting
-    context = torch.arange(C, device=model.device).reshape(C, 1, 1, *own)
-    mixed = (torch.arange(E, device=model.device) % A).reshape(1, E, 1, *own)
+    plate_axes = (1,) * model.max_plate_nesting
+    context = torch.arange(C, device=model.device).reshape(C, 1, 1, *plate_axes)
+    mixed = (torch.arange(E, device=model.device) % A).reshape(1, E, 1, *plate_axes)
 
     initial = _try(model, Call("initial", None, None, context, S), "", faults)
     if initial is None or not _is_state(template, faults):
@@ -195,7 +195,7 @@ def _check_programs(model: CPOMDP, faults: Faults) -> None:
         return
 
     actions = {
-        f" for action '{name}'": torch.full((1, 1, 1, *own), a, device=model.device)
+        f" for action '{name}'": torch.full((1, 1, 1, *plate_axes), a, device=model.device)
         for a, name in enumerate(model.action_names)
     }
     actions[" for a batch of different actions"] = mixed
@@ -574,10 +574,10 @@ def _walk(
 
     A program with a known fault is not looked at again.
     """
-    own = (1,) * model.max_plate_nesting
+    plate_axes = (1,) * model.max_plate_nesting
     moves = Faults() if faults.has("transition") else faults
     for t in range(min(model.horizon, MAX_STEPS)):
-        action = torch.randint(model.num_actions, (1, S[1], 1, *own), device=model.device)
+        action = torch.randint(model.num_actions, (1, S[1], 1, *plate_axes), device=model.device)
         later = f" at time {t + 1} of an episode of random actions"
         if not faults.has("reward"):
             words = f" at time {t} of an episode of random actions"

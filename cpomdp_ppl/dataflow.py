@@ -84,17 +84,17 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
     """
     if len(signature.observations) < 2:
         return Dependencies()
-    own = (1,) * model.max_plate_nesting
+    plate_axes = (1,) * model.max_plate_nesting
     C, A = model.num_contexts, model.num_actions
     S = torch.Size((C, A, max(2, min(DRAWS, CELLS // (C * A)))))
-    context = torch.arange(C, device=model.device).reshape(-1, 1, 1, *own)
-    action = torch.arange(A, device=model.device).reshape(1, -1, 1, *own)
+    context = torch.arange(C, device=model.device).reshape(-1, 1, 1, *plate_axes)
+    action = torch.arange(A, device=model.device).reshape(1, -1, 1, *plate_axes)
     found: list[_Followed] = []
     with torch.no_grad(), poutine.block(), model.running():
         with Batched(S, model.max_plate_nesting):
             state = signature.broadcast(model.initial(context), S)
         for a in (action, None) if model.initial_observation else (action,):
-            followed = _Followed(torch.Size((*S, *own)), len(own))
+            followed = _Followed(torch.Size((*S, *plate_axes)), len(plate_axes))
             given = [map_state(torch.clone, x) for x in (state, a, context)]
             with Exits(followed.flow), followed.flow, followed:
                 followed.flow.mark(given, frozenset({INPUT}))
@@ -193,10 +193,10 @@ class _Followed(Messenger):
     The values of a discrete site go through its support, so that the rare ones are there, too.
     """
 
-    def __init__(self, shape: torch.Size, own: int) -> None:
+    def __init__(self, shape: torch.Size, num_plate_axes: int) -> None:
         super().__init__()
-        self.shape = shape  # [C, A, D, *own]
-        self.own = own
+        self.shape = shape  # [C, A, D, *plate_axes]
+        self.num_plate_axes = num_plate_axes
         self.flow = DataFlow()
         self.parents: dict[str, Marks] = {}
         self.mask_parents: dict[str, Marks] = {}
@@ -232,7 +232,9 @@ class _Followed(Messenger):
         support = support_of(base)
         if support is None:
             return fn.sample().clone()  # type: ignore[no-any-return]
-        self.numbers[name] = len(support) ** math.prod(base.batch_shape[len(self.shape) - self.own :])
+        self.numbers[name] = len(support) ** math.prod(
+            base.batch_shape[len(self.shape) - self.num_plate_axes :]
+        )
         D = self.shape[2]
         turn = torch.arange(D, device=support.device) // self.stride % len(support)
         self.stride = self.stride * len(support) % D or 1
@@ -242,7 +244,7 @@ class _Followed(Messenger):
     def spread(self, values: Tensor, fn: Any) -> Tensor:
         """One value for each draw, `[D, …]`, in the shape of a site's value."""
         event = values.dim() - 1
-        axes = [1] * (self.own + len(fn.event_shape) - event)
+        axes = [1] * (self.num_plate_axes + len(fn.event_shape) - event)
         shape = torch.broadcast_shapes(self.shape, fn.batch_shape) + fn.event_shape
         return values.reshape(len(values), *axes, *values.shape[1:]).expand(shape).clone()
 

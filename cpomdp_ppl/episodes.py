@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
-from cpomdp_ppl.errors import EpisodesFileError, invalid, require, require_model, whole_number
+from cpomdp_ppl.errors import EpisodesFileError, as_integer, invalid, require, require_model
 from cpomdp_ppl.experiments.files import write_atomic
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.rng import isolated
@@ -196,7 +196,7 @@ class Episodes:
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Episodes:
         """Some of the episodes: an index, a slice, a list or tensor of indices, or a boolean mask."""
-        number = None if isinstance(index, slice) else whole_number(index)
+        number = None if isinstance(index, slice) else as_integer(index)
         if number is not None:
             if not -len(self) <= number < len(self):
                 raise IndexError(f"episode {number} out of {len(self)}")
@@ -553,9 +553,9 @@ def _require_told(
     if not untold:
         return
     axes = seen[untold[0]].shape[: 1 if actions is None else 2]
-    own = (1,) * model.max_plate_nesting
-    context = torch.zeros((1, *own), dtype=torch.long, device=model.device)
-    action = None if actions is None else actions.reshape(-1, *own)
+    plate_axes = (1,) * model.max_plate_nesting
+    context = torch.zeros((1, *plate_axes), dtype=torch.long, device=model.device)
+    action = None if actions is None else actions.reshape(-1, *plate_axes)
     data = {site: value.flatten(0, len(axes) - 1) for site, value in values.items()}
     batched = Batched((axes.numel(),), model.max_plate_nesting)
     with isolated(0), torch.no_grad(), poutine.block(), model.running(), batched:

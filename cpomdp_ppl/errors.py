@@ -72,7 +72,7 @@ def invalid(argument: str, value: Any, expected: str) -> ValueError:
         expected: What would have been accepted, as a noun phrase.
 
     Example:
-        >>> raise rejected("num_episodes", 0, "a positive integer")
+        >>> raise invalid("num_episodes", 0, "a positive integer")
         Traceback (most recent call last):
         ...
         ValueError: num_episodes: expected a positive integer, got 0
@@ -89,7 +89,7 @@ def require(condition: bool, argument: str, value: Any, expected: str) -> None:
         raise invalid(argument, value, expected)
 
 
-def whole_number(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
     """An integer of whatever make (NumPy's, for instance) as an `int`; None if it is not one, or a `bool`."""
     if isinstance(value, bool):
         return None
@@ -101,7 +101,7 @@ def whole_number(value: Any) -> int | None:
 
 def require_count(argument: str, value: Any) -> int:
     """Raise unless `value` is a positive integer (a `bool` is not one); return it as an `int`."""
-    number = whole_number(value)
+    number = as_integer(value)
     if number is None or number < 1:
         raise invalid(argument, value, "a positive integer")
     return number

@@ -13,7 +13,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from cpomdp_ppl.check import definition_faults, program_faults
-from cpomdp_ppl.errors import ModelError, require_count, whole_number
+from cpomdp_ppl.errors import ModelError, as_integer, require_count
 from cpomdp_ppl.rollout import rollout
 
 if TYPE_CHECKING:
@@ -205,10 +205,10 @@ class CPOMDP(PyroModule):
 
 
 def _number(names: Sequence[str] | int) -> int:
-    number = whole_number(names)
+    number = as_integer(names)
     return len(names) if number is None else number  # type: ignore[arg-type]
 
 
 def _names(names: Sequence[str] | int) -> tuple[str, ...]:
-    number = whole_number(names)
+    number = as_integer(names)
     return tuple(names) if number is None else tuple(map(str, range(number)))  # type: ignore[arg-type]

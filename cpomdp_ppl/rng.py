@@ -11,7 +11,7 @@ import numpy as np
 import pyro
 import torch
 
-from cpomdp_ppl.errors import invalid, whole_number
+from cpomdp_ppl.errors import as_integer, invalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
 
 def require_seed(seed: Any) -> None:
     """Raise unless this is a seed, or None."""
-    number = whole_number(seed)
+    number = as_integer(seed)
     if seed is not None and (number is None or not 0 <= number < 2**32):
         raise invalid("seed", seed, "None or an integer from 0 to 2**32 - 1")
 

@@ -147,8 +147,8 @@ def rollout(
     policy = as_policy(policy)
     sig = read_signature(model)
     S = context.shape  # the engine's axes: [B] or []
-    own = (1,) * model.max_plate_nesting
-    c = context.reshape(S + own)
+    plate_axes = (1,) * model.max_plate_nesting
+    c = context.reshape(S + plate_axes)
     B = S[0] if S else 1
 
     # What a policy samples is its own business; what it learns (its params) is not.
@@ -169,13 +169,13 @@ def rollout(
     for t in range(model.horizon):
         with private:
             decision, memory = policy.act(history, memory)
-        a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, own))
+        a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, plate_axes))
         with Recorded(t + 1):
             state = sig.broadcast(model.transition(state, a, c), S)
         with Recorded(t + 1) as seen:
             model.observation(state, a, c)
         states.append(state)
-        history = history.extended(percept_of(sig, seen, by_episode(a, S, own).reshape(B), S))
+        history = history.extended(percept_of(sig, seen, by_episode(a, S, plate_axes).reshape(B), S))
 
     path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
     return Episodes(
@@ -255,7 +255,7 @@ def as_reward(reward: Tensor | float) -> Tensor:
     return torch.as_tensor(reward, dtype=torch.get_default_dtype())
 
 
-def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple[int, ...]) -> Any:
+def _action_site(decision: Decision, num_actions: int, S: torch.Size, plate_axes: tuple[int, ...]) -> Any:
     """A decision as the distribution of the action site, with the engine's axes."""
     B = S[0] if S else 1
     if isinstance(decision, torch.distributions.Categorical):
@@ -264,9 +264,9 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple
             raise invalid("policy", f"logits of shape {list(shape)}", f"shape [{B}, {num_actions}]")
         if not isinstance(decision, UniformActions):
             _require_probabilities(decision)
-        if S + own == (B,) and isinstance(decision, dist.Categorical):
+        if S + plate_axes == (B,) and isinstance(decision, dist.Categorical):
             return decision
-        return dist.Categorical(logits=decision.logits.reshape(S + own + (num_actions,)))
+        return dist.Categorical(logits=decision.logits.reshape(S + plate_axes + (num_actions,)))
     if not isinstance(decision, Tensor):
         raise invalid("policy", decision, "actions [B] or a Categorical over them")
     if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):
@@ -275,7 +275,7 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, own: tuple
     lowest, highest = (int(extreme) for extreme in decision.aminmax())
     if lowest < 0 or highest >= num_actions:
         raise invalid("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
-    return dist.Delta(decision.long().reshape(S + own))
+    return dist.Delta(decision.long().reshape(S + plate_axes))
 
 
 def _require_probabilities(decision: torch.distributions.Categorical) -> None:

@@ -125,8 +125,8 @@ def signature(model: CPOMDP) -> Signature:
 
 def read_signature(model: CPOMDP) -> Signature:
     """As `signature`, for callers that have isolated themselves already. Draws random numbers."""
-    own = (1,) * model.max_plate_nesting
-    zero = torch.zeros(own, dtype=torch.long, device=model.device)
+    plate_axes = (1,) * model.max_plate_nesting
+    zero = torch.zeros(plate_axes, dtype=torch.long, device=model.device)
     with torch.no_grad(), poutine.block(), model.running(), Batched((), model.max_plate_nesting):
         state = model.initial(zero)
         with Recorded() as program:

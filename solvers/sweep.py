@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl import evaluate
-from cpomdp_ppl.errors import require, require_count, require_model, whole_number
+from cpomdp_ppl.errors import as_integer, require, require_count, require_model
 from cpomdp_ppl.experiments import sweep as sweeps
 from cpomdp_ppl.experiments.execute import RETRIES
 from cpomdp_ppl.experiments.fingerprint import digest
@@ -89,7 +89,7 @@ def sweep(
         require(name in allowed, "settings", name, f"those of cids.fit: {', '.join(allowed)}")
     swept = {name: value for name, value in settings.items() if isinstance(value, list | Mapping)}
     fixed = {name: value for name, value in settings.items() if name not in swept}
-    number = whole_number(seeds)
+    number = as_integer(seeds)
     chosen: Any = seeds if number is None else range(require_count("seeds", number))
     axes = {"model": named, **swept, "seed": _seeds("seeds", chosen)}
     fits = None if folder is None else Path(folder).absolute() / FITS
@@ -172,7 +172,7 @@ class FitAndEvaluate:
 def _seeds(argument: str, seeds: Any) -> list[int]:
     proper = isinstance(seeds, Iterable) and not isinstance(seeds, str | bytes | Mapping)
     require(proper, argument, seeds, "how many, or which")
-    numbers = [(each, whole_number(each)) for each in seeds]
+    numbers = [(each, as_integer(each)) for each in seeds]
     for each, number in numbers:
         require(number is not None and 0 <= number < 2**32, argument, each, "integers from 0 to 2**32 - 1")
     require(len(numbers) > 0, argument, seeds, "at least one")

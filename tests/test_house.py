@@ -1,4 +1,4 @@
-"""The rules of the house: who may touch the disk or import whom, how long a function is, one name for one thing.
+"""Rules of the house: who may touch the disk or import whom, how long a function is, one name for one thing.
 
 Each rule finds its offences in the syntax trees of the three packages. `TO_DO` lists those that are known and
 still to be mended; an entry that is no longer needed fails too, so that the lists can only shrink.
@@ -203,8 +203,8 @@ def algorithm() -> Iterator[str]:
             yield f"{module}: {word.lower()}"
 
 
-# What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, and the
-# choice of a backend. How each backend does its work is its affair.
+# What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, and
+# the choice of a backend. How each backend does its work is its affair.
 PUBLIC_INFERENCE = {
     "backend",
     "belief",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from cpomdp_ppl.errors import invalid, require, whole_number
+from cpomdp_ppl.errors import as_integer, invalid, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -384,7 +384,7 @@ def _episodes(group: xr.Dataset, episodes: Any, argument: str = "episodes") -> l
     proper = isinstance(episodes, Iterable) and not isinstance(episodes, str)
     require(proper, argument, episodes, "a sequence of numbers of episodes")
     episodes = list(episodes)
-    numbers = [whole_number(b) for b in episodes]
+    numbers = [as_integer(b) for b in episodes]
     require(len(numbers) > 0, argument, episodes, "at least one episode")
     for b, given in zip(numbers, episodes, strict=True):
         require(b in there, argument, given, f"numbers of episodes, from {min(there)} to {max(there)}")

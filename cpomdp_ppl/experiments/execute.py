@@ -20,7 +20,7 @@ import numpy as np
 import pyro
 import torch
 
-from cpomdp_ppl.errors import invalid, require, require_count, whole_number
+from cpomdp_ppl.errors import as_integer, invalid, require, require_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -127,7 +127,7 @@ def require_workers(workers: Any) -> None:
 
 def require_retries(retries: Any) -> None:
     """Raise unless this is a number of times."""
-    number = whole_number(retries)
+    number = as_integer(retries)
     require(number is not None and number >= 0, "retries", retries, "a number of times, or 0")
 
 
