@@ -16,7 +16,7 @@ from cpomdp_ppl import evaluate
 from cpomdp_ppl.errors import as_integer, require, require_count, require_model
 from cpomdp_ppl.experiments import sweep as sweeps
 from cpomdp_ppl.experiments.execute import RETRIES
-from cpomdp_ppl.experiments.fingerprint import digest
+from cpomdp_ppl.experiments.fingerprint import fingerprint
 from cpomdp_ppl.experiments.sweep_axes import Grid
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.model import CPOMDP
@@ -150,7 +150,7 @@ class FitAndEvaluate:
 
     def place(self, model: CPOMDP, seed: int, **settings: Any) -> str:
         """The name of the folder with the checkpoint of a fit; see `__call__`."""
-        return digest([model, seed, {**self.settings, **settings}])
+        return fingerprint([model, seed, {**self.settings, **settings}])
 
     def forget(self, axes: Mapping[str, Axis], but: Collection[tuple[Any, ...]] = ()) -> None:
         """Remove the checkpoints of points whose outcomes are kept, and of no others.

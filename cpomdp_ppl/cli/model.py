@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.model import CPOMDP
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ModelSpec:
         """The `path` of its code, and the `sha256`; None if it has no file."""
         try:
             path = Path(self.place if is_path(self.place) else inspect.getfile(self._class())).resolve()
-            return {"path": str(path), "sha256": hash_of(path)}
+            return {"path": str(path), "sha256": file_hash(path)}
         except (OSError, TypeError):  # of a class that was typed in, perhaps
             return None
 
@@ -217,16 +217,6 @@ def load_module(name: str) -> ModuleType:
     finally:
         if here in sys.path:
             sys.path.remove(here)
-
-
-def hash_of(path: Path) -> str:
-    """The SHA-256 of a file; of a folder, that of its files' names and hashes."""
-    if path.is_dir():
-        inside = sorted(each for each in path.rglob("*") if each.is_file())
-        content = "\n".join(f"{each.relative_to(path)} {hash_of(each)}" for each in inside).encode()
-    else:
-        content = path.read_bytes()
-    return hashlib.sha256(content).hexdigest()
 
 
 def _not_imported(place: str, error: BaseException) -> CommandError:

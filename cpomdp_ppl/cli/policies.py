@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.errors import CommandError
-from cpomdp_ppl.cli.model import hash_of, is_path, load
+from cpomdp_ppl.cli.model import is_path, load
 from cpomdp_ppl.cli.plugins import POLICIES, is_absence
+from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def code_hash(name: str) -> str | None:
     if not is_own(name):
         return None
     place = name.rpartition(":")[0]
-    return hash_of(Path(place if is_path(place) else inspect.getfile(load(place))))
+    return file_hash(Path(place if is_path(place) else inspect.getfile(load(place))))
 
 
 def _own(spec: str) -> Recipe:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.errors import OURS, CommandError
-from cpomdp_ppl.cli.model import ModelSpec, as_words, hash_of, is_path
+from cpomdp_ppl.cli.model import ModelSpec, as_words, is_path
 from cpomdp_ppl.cli.options import warn
+from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.experiments.run_folder import RunFolderError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _trusted(folder: RunFolder, spec: ModelSpec) -> ModelSpec:
         raise RunFolderError(f"{folder.path} does not say what the code of {spec.spec} was: {say}")
     if not path.is_file():
         raise RunFolderError(f"there is no file {path} any more: say where it is now with --model")
-    if hash_of(path) != recorded["sha256"]:
+    if file_hash(path) != recorded["sha256"]:
         raise RunFolderError(f"{path} has changed since {folder.path} was made: {say}")
     if is_path(spec.place):
         return ModelSpec(f"{path}:{spec.spec.rpartition(':')[2]}", spec.words)

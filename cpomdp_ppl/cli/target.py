@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.cli.errors import CommandError, Interrupted
-from cpomdp_ppl.cli.model import ModelSpec, hash_of
+from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.plugins import SOLVERS
 from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, is_own, recipe
 from cpomdp_ppl.cli.provenance import spec_of
 from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
+from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.experiments.run_files import CHECKPOINT, SOLUTION
 from cpomdp_ppl.experiments.run_folder import RECORD, RunFolder, RunFolderError, next_folder
 from cpomdp_ppl.rng import fresh_seed
@@ -252,7 +253,7 @@ def solution_place(folder: RunFolder) -> Path | None:
 
 def solution_hash(folder: RunFolder) -> str:
     """What tells the solution in a folder from one before or after it."""
-    return hash_of(solution_place(folder) or folder.path / SOLUTION)
+    return file_hash(solution_place(folder) or folder.path / SOLUTION)
 
 
 def load_solution(folder: RunFolder, model: CPOMDP) -> Any:

@@ -1,108 +1,85 @@
-"""What tells a value from others: the same in every process, another when the value or its code changes."""
+"""Is it the same run? One answer for fits, run folders and sweeps.
+
+`fingerprint` hashes a value with the code behind it. `describe` and `describe_model` say in plain JSON what a
+run was made with, for people to read as well, and `require_same` compares two such descriptions.
+"""
 
 from __future__ import annotations
 
 import copyreg
 import hashlib
+import inspect
 import json
-import os
 import sys
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ReferenceType
 
 import numpy as np
-import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from cpomdp_ppl.experiments.files import CheckpointError
+from cpomdp_ppl.model import CPOMDP
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.state import leaves
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
+    from pathlib import Path
 
-Observed: TypeAlias = dict[int, tuple[Any, str]]
-"""What was described before, by id, and its hash, so that nothing is described twice; while that is under
-way, a number for what leads back to it. The values are kept alive, as ids are only those of the living."""
+Described: TypeAlias = dict[int, tuple[Any, str]]
+"""Values that were described before, by id, and their hashes: shared ones are described once, and those that
+lead back to themselves end. The values are kept, as an id belongs to a living value only."""
 
-MACHINERY = frozenset(vars(PyroModule())) - {
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_pyro_params",
-    "_pyro_samples",
-    "training",
+MODULE_MACHINERY = frozenset(vars(PyroModule())) - {
+    *("_parameters", "_buffers", "_modules", "_pyro_params", "_pyro_samples", "training")
 }
-"""Attributes of modules that are not their content."""
+"""Attributes of modules, such as hooks, that are not their content."""
 
-PARTS: dict[type, tuple[str, ...]] = {
-    FunctionType: (
-        *("__module__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__closure__"),
-        "__dict__",
-    ),
-    # All of it but for where it stands.
-    CodeType: (
-        *("co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_names"),
-        *("co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable", "co_code", "co_consts"),
-    ),
-    MethodType: ("__self__", "__func__"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget", "fset", "fdel"),
-    cached_property: ("func",),
-}
-"""What makes up those things of Python's own that it does not pickle, or by name alone."""
+WRAPPED = ("__func__", "fget", "fset", "fdel", "func")
+"""Where static and class methods, properties and cached properties keep their functions."""
 
-NOT_CODE = frozenset(
-    {
-        *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate_func__"),
-        *("__firstlineno__", "__static_attributes__", "__slotnames__", "_abc_impl"),
-    }
-)
-"""Attributes of classes that make no difference to what they do."""
-
-INSTALLED = frozenset({"site-packages", "dist-packages"})
-STANDARD = Path(os.__file__).parent
+CODE = ("co_name", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names", "co_varnames", "co_freevars")
+"""What makes up a piece of code besides instructions and constants; not where it stands."""
 
 
-class UndigestibleError(ValueError):
-    """A value, or a part of it, cannot be told from others; says which, in one sentence."""
+class FingerprintError(ValueError):
+    """A value, or a part of it, cannot be told from others."""
 
 
-def digest(value: Any) -> str:
-    """Sixteen letters that differ if values do.
+def fingerprint(value: Any) -> str:
+    """Sixteen letters, the same in every process, and others if the value or the code behind it changes.
 
-    Numbers, words, arrays, tensors, and what is made up of them, are told apart by what they hold; functions
-    by name, bytecode, defaults and what they close over; other objects by class and by what `pickle` would
-    keep of them, where the fields of a dataclass that take no part in its comparison are left out, and what
-    a `cached_property` keeps. A class is told from others by its attributes and its bases; those of libraries
-    that are installed, like modules, by name and version. Comments and layout make no difference, but the
-    version of Python does.
+    Numbers, text, arrays, tensors and what is made up of them count by what they hold; functions by bytecode,
+    defaults and closures; other objects by their class and what `pickle` would keep of them, except for the
+    fields of a dataclass that take no part in its comparison and what a `cached_property` keeps. A class
+    counts by its attributes and bases, or by name and version if it belongs to an installed library.
 
-    What a function calls or finds in its module is not looked at.
+    What a function calls or finds in its module is not looked at. Comments and layout make no difference;
+    another version of Python does.
 
     Raises:
-        UndigestibleError: If a part of it holds what cannot be seen, such as a lock or an open file.
+        FingerprintError: If a part cannot be looked into, such as a lock or an open file.
 
     Example:
-        >>> digest({"a": [1, 2.0]}) == digest({"a": [1, 2.0]}), digest(1) == digest(1.0)
+        >>> fingerprint({"a": [1, 2.0]}) == fingerprint({"a": [1, 2.0]}), fingerprint(1) == fingerprint(1.0)
         (True, False)
     """
     try:
-        return _hash(_described(value, {}))[:16]
+        return _hash(_content(value, {}))[:16]
     except RecursionError as error:
-        what = f"a {name_of(type(value))}"
-        raise UndigestibleError(f"{what} cannot be told from others: it is nested too deeply") from error
+        raise FingerprintError(f"a {name_of(type(value))} is nested too deeply to tell it apart") from error
 
 
 def name_of(function: Any) -> str:
-    """Module and qualified name of a function, or of the class of what is called like one.
+    """Module and qualified name of a function, or of the class of an object that is called like one.
 
     Example:
-        >>> name_of(digest), name_of(partial(digest, 1))
-        ('cpomdp_ppl.experiments.fingerprint:digest', 'cpomdp_ppl.experiments.fingerprint:digest')
+        >>> name_of(name_of), name_of(partial(name_of, 1))
+        ('cpomdp_ppl.experiments.fingerprint:name_of', 'cpomdp_ppl.experiments.fingerprint:name_of')
     """
     if isinstance(function, partial):
         return name_of(function.func)
@@ -110,127 +87,206 @@ def name_of(function: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _described(value: Any, seen: Observed) -> Any:
-    """Lists and words, to be written as JSON."""
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file; of a folder, that of its files' names and hashes."""
+    if path.is_dir():
+        inside = sorted(each for each in path.rglob("*") if each.is_file())
+        content = "\n".join(f"{each.relative_to(path)} {file_hash(each)}" for each in inside).encode()
+    else:
+        content = path.read_bytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+def describe(value: Any) -> Any:
+    """A value as JSON that tells it from others of its kind, the same in every process.
+
+    Dataclasses are described by their fields, functions by name and, if they are schedules, by some of their
+    values; any other object by the name of its class alone.
+    """
+    if isinstance(value, Tensor | np.ndarray | np.generic):  # before float, which NumPy's is
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [describe(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): describe(each) for name, each in value.items()}
+    kind = getattr(value, "__qualname__", type(value).__qualname__)
+    if is_dataclass(value):
+        return {"": kind, **{f.name: describe(getattr(value, f.name)) for f in fields(value)}}
+    if inspect.isfunction(value):
+        try:  # a schedule, perhaps
+            return [kind, *[float(value(progress)) for progress in (0.0, 0.25, 0.5, 0.75, 1.0)]]
+        except Exception:  # nobody knows what it takes
+            return kind
+    return kind
+
+
+def describe_model(model: CPOMDP) -> dict[str, Any]:
+    """What tells a model from others: its interface, and those constants that are numbers and text."""
+    sites = signature(model)
+    kinds = (bool, int, float, str, list, tuple, Tensor, np.ndarray, np.generic)
+    classes = [kind for kind in type(model).__mro__ if issubclass(kind, CPOMDP) and kind is not CPOMDP]
+    spaces = [*map(vars, reversed(classes)), vars(model)]  # what comes later overrides what comes before
+    attributes = {name: value for space in spaces for name, value in space.items()}
+    return {
+        "model": type(model).__name__,
+        "contexts": list(model.context_names),
+        "actions": list(model.action_names),
+        "horizon": model.horizon,
+        "state": {name: list(leaf.shape) for name, leaf in leaves(sites.state)},
+        "observations": {name: list(site.shape) for name, site in sites.observations.items()},
+        "constants": {
+            name: describe(value)
+            for name, value in sorted(attributes.items())
+            if isinstance(value, kinds) and not name.startswith("_") and name != "training"
+        },
+        "tensors": {name: describe(tensor.detach()) for name, tensor in model.state_dict().items()},
+    }
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Names under which two descriptions differ, in alphabetical order; NaN equals itself, and 1 is not 1.0.
+
+    Example:
+        >>> differences({"seed": 1, "prior": [0.5, 0.5]}, {"seed": 2, "prior": (0.5, 0.5)})
+        ['seed']
+    """
+
+    def text(description: Mapping[str, Any], name: str) -> str:
+        return json.dumps(describe(description.get(name)), sort_keys=True)
+
+    return [name for name in sorted({*found, *expected}) if text(found, name) != text(expected, name)]
+
+
+def require_same(
+    path: Path,
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    error: type[ValueError] = CheckpointError,
+) -> None:
+    """Raise unless a file's description of its run is the one expected, naming the first difference.
+
+    Args:
+        path: Path of the file or folder.
+        found: Description that it holds.
+        expected: Description of what is to be run.
+        error: Class of the error.
+    """
+    for name in differences(found, expected):
+        one, other = found.get(name), expected.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            names = differences(one, other)
+            one, other = ({each: d[each] for each in names if each in d} for d in (one, other))
+        raise error(
+            f"{path} was made with {name} = {one!r}, but expected {other!r}; "
+            "use another folder, or the same settings"
+        )
+
+
+def _content(value: Any, seen: Described) -> Any:
+    """A value as lists and text for JSON; anything but plain numbers and text as a hash."""
     kind = type(value)
-    if value is None or kind in (bool, str):
-        return [kind.__name__, value]
-    if kind is int:
-        return ["int", f"{value:x}"]
-    if kind in (float, bytes):
-        return [kind.__name__, value.hex()]
-    if kind is CellType:  # as if it were not there: whether functions share one changes on the way to others
-        return ["cell", *(_described(each, seen) for each in _contents(value))]
+    if value is None or kind in (bool, int, float, str, bytes):
+        return [kind.__name__, hex(value) if kind is int else repr(value)]
     if id(value) not in seen:
-        seen[id(value)] = value, f"#{len(seen)}"
-        seen[id(value)] = value, _hash([kind.__name__, *_parts(value, seen)])
+        seen[id(value)] = value, f"#{len(seen)}"  # for what leads back here while it is described
+        try:
+            parts = _parts(value, seen)
+        except (FingerprintError, RecursionError):
+            raise
+        except Exception as error:  # whatever those raise that cannot be pickled
+            reason = f"a {name_of(kind)} cannot be told from others: {error}"
+            raise FingerprintError(reason) from error
+        seen[id(value)] = value, _hash([kind.__name__, parts])
     return seen[id(value)][1]
 
 
-def _parts(value: Any, seen: Observed) -> list[Any]:
-    def within(part: Any) -> Any:
-        return _described(part, seen)
+def _parts(value: Any, seen: Described) -> list[Any]:
+    def contents(*parts: Any) -> list[Any]:
+        return [_content(part, seen) for part in parts]
 
     kind = type(value)
     if isinstance(value, Tensor):
-        return [within(kind), str(value.dtype), list(value.shape), value.requires_grad, _bits(value)]
+        return [value.requires_grad, *contents(value.detach().cpu().numpy())]
     if kind is np.ndarray:
-        content = value.tolist() if value.dtype.hasobject else value.tobytes()
-        return [within(value.dtype), list(value.shape), within(content)]
+        data = value.tolist() if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
+        return contents(value.dtype.descr, value.shape, data)
     if kind in (list, tuple):
-        return [within(each) for each in value]
-    if kind in (dict, MappingProxyType):
-        keys = sorted(((within(key), key) for key in value), key=lambda pair: json.dumps(pair[0]))
-        return [[described, within(value[key])] for described, key in keys]
-    if isinstance(value, set | frozenset):
-        # Each by itself: their order is another in every process, and numbers follow from what came before.
-        members = sorted(_hash(_described(each, dict(seen))) for each in value)
-        return [members, within(kind), within(getattr(value, "__dict__", None))]
+        return contents(*value)
+    if kind is dict:
+        return sorted((contents(*pair) for pair in value.items()), key=json.dumps)
+    if isinstance(value, set | frozenset):  # each by itself: their order is another in every process
+        members = sorted(_hash(_content(each, dict(seen))) for each in value)
+        return [members, *contents(kind, getattr(value, "__dict__", None))]
     if isinstance(value, ModuleType):
         return [value.__name__, str(getattr(value, "__version__", None))]
     if isinstance(value, ReferenceType):
-        return [within(value())]
+        return contents(value())
     if isinstance(value, type):
-        version = _version_of_library(value.__module__)
-        if version is not None:
-            return [name_of(value), version, within(value.__bases__)]
-        own = {name: each for name, each in vars(value).items() if name not in NOT_CODE}
-        # Not where it was defined, which does not survive the way to other processes.
-        return [value.__module__, value.__name__, within(value.__bases__), within(own)]
-    if kind in PARTS:
-        return [sys.implementation.cache_tag, *(within(getattr(value, name)) for name in PARTS[kind])]
-    reduced = _reduced(value)
-    if isinstance(reduced, str):
-        return [reduced, within(getattr(value, "__module__", None)), within(getattr(value, "__dict__", None))]
-    function, arguments, state, *items = (*reduced, None, None, None)[:5]
-    contents = [None if each is None else list(each) for each in items]
-    return [within(part) for part in (kind, function, arguments, _kept(kind, state), *contents)]
-
-
-def _bits(tensor: Tensor) -> str:
-    with _refusing(tensor):
-        plain = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg()
-        array = plain.contiguous().flatten().view(torch.uint8).numpy() if plain.numel() else np.empty(0)
-    return hashlib.sha256(array.tobytes()).hexdigest()
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing in it yet
-        return []
-
-
-def _reduced(value: Any) -> Any:
-    """A name, or a function, its arguments, state and items, as `pickle` would have them."""
-    kind = type(value)
+        return _class(value, seen)
+    if kind is CodeType:
+        return [value.co_code.hex(), *contents(*(getattr(value, name) for name in CODE), value.co_consts)]
+    if kind is FunctionType:
+        cells = [_cell_content(cell) for cell in value.__closure__ or ()]
+        return contents(value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value))
+    if isinstance(value, staticmethod | classmethod | property | cached_property):
+        return contents(*(getattr(value, name, None) for name in WRAPPED))
     if isinstance(value, nn.Module):  # Pyro's way of pickling changes the parameters
-        return kind, (), object.__getstate__(value)
-    with _refusing(value):
-        function = copyreg.dispatch_table.get(kind)
-        reduced: Any = value.__reduce_ex__(4) if function is None else function(value)
-    if is_dataclass(value) and not isinstance(reduced, str):  # those with slots give no names
-        return *reduced[:2], object.__getstate__(value), *reduced[3:]
-    return reduced
+        return contents(kind, _compared(kind, vars(value)))
+    reduce = copyreg.dispatch_table.get(kind)
+    reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    if isinstance(reduced, str):
+        return [reduced, *contents(getattr(value, "__module__", None), getattr(value, "__dict__", None))]
+    state = object.__getstate__(value) if is_dataclass(value) else (*reduced, None)[2]
+    items = [None if each is None else list(each) for each in reduced[3:5]]
+    return contents(kind, *reduced[:2], _compared(kind, state), items)
 
 
-def _kept(kind: type, state: Any) -> Any:
+def _class(kind: type, seen: Described) -> list[Any]:
+    """A class by name and version if it is a library's, and else by its attributes."""
+    version = _library_version(kind.__module__)
+    if version is None:
+        functions = (FunctionType, staticmethod, classmethod)
+        own: Any = {
+            name: each
+            for name, each in vars(kind).items()
+            if isinstance(each, functions) or not (name.startswith("__") or name == "_abc_impl")
+        }
+    else:
+        own = version
+    # Not by `__qualname__`, which does not survive the way to other processes.
+    return [_content(part, seen) for part in (kind.__module__, kind.__name__, kind.__bases__, own)]
+
+
+def _compared(kind: type, state: Any) -> Any:
     """The state of an object without those attributes that make no difference."""
-    passing = MACHINERY if issubclass(kind, nn.Module) else frozenset()
-    if is_dataclass(kind):
-        passing |= {field.name for field in fields(kind) if not field.compare}
-
-    def passes(name: Any) -> bool:
-        return name in passing or isinstance(getattr(kind, str(name), None), cached_property)
-
     if type(state) is tuple:  # attributes, and slots
-        return [_kept(kind, each) for each in state]
-    if type(state) is dict:
-        return {name: each for name, each in state.items() if not passes(name)} or None
-    return state
+        return [_compared(kind, each) for each in state]
+    if type(state) is not dict:
+        return state
+    ignored = {field.name for field in fields(kind) if not field.compare} if is_dataclass(kind) else set()
+    ignored |= MODULE_MACHINERY if issubclass(kind, nn.Module) else set()
+    cached = {name for name in state if isinstance(getattr(kind, str(name), None), cached_property)}
+    return {name: each for name, each in state.items() if name not in ignored | cached} or None
 
 
-@contextmanager
-def _refusing(value: Any) -> Iterator[None]:
+def _cell_content(cell: Any) -> Any:
     try:
-        yield
-    except Exception as error:  # whatever they raise who cannot be pickled
-        raise UndigestibleError(f"a {name_of(type(value))} cannot be told from others: {error}") from error
-
-
-def _version_of_library(module: str) -> str | None:
-    """None for code that is not installed, but somebody's own."""
-    top = module.partition(".")[0]
-    if top == "__main__":  # which is another file in processes of joblib
+        return cell.cell_contents
+    except ValueError:  # nothing in it yet
         return None
-    found = [sys.modules[name] for name in (module, top) if name in sys.modules]
-    file = next((each.__file__ for each in found if getattr(each, "__file__", None)), None)
-    if file is None:
-        return "Python" if top in sys.stdlib_module_names else None
-    if not INSTALLED.isdisjoint(Path(file).parts):
-        return str(getattr(sys.modules.get(top), "__version__", ""))
-    return "Python" if STANDARD in Path(file).parents else None
 
 
-def _hash(description: Any) -> str:
-    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+def _library_version(module: str) -> str | None:
+    """Version of the installed library that a module belongs to; None for code that may be edited."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return str(sys.implementation.cache_tag)
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    installed = "site-packages" in file or "dist-packages" in file
+    return str(getattr(sys.modules[top], "__version__", "")) if installed else None
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -30,7 +30,7 @@ from cpomdp_ppl.experiments.execute import (
     require_retries,
     stays_here,
 )
-from cpomdp_ppl.experiments.fingerprint import digest, name_of
+from cpomdp_ppl.experiments.fingerprint import fingerprint, name_of
 from cpomdp_ppl.experiments.sweep_axes import Grid, named
 from cpomdp_ppl.experiments.sweep_folder import KEPT, SweepFolder
 from cpomdp_ppl.rng import isolated
@@ -104,9 +104,9 @@ def sweep(
             label, such as `{"model": {"grid": LineGrid(), "tiger": ContextualTiger()}, "seed": range(5)}`.
         folder: Where each outcome is kept as soon as it is there. A sweep that was killed goes on from there,
             and one with more values computes those alone. An outcome is taken from there if the task has the
-            same name and code, and the values, as far as `cpomdp_ppl.experiments.fingerprint` can see, are the same; it is an
-            error if not. Delete the folder if what the task calls has changed. A damaged file is computed
-            again, with a warning.
+            same name and code, and the values, as far as `experiments.fingerprint` can see, are the same; it
+            is an error if not. Delete the folder if what the task calls has changed. A damaged file is
+            computed again, with a warning.
         workers: How many processes. One is this process itself. None leaves it to the configuration of
             joblib, and without any takes as many as there are cores. All but one need the extra `parallel`.
             Inside `joblib.parallel_config(backend="dask")` the sweep runs on the cluster, however many there
@@ -158,11 +158,11 @@ def sweep(
     if folder is not None:  # without one, nobody asks what tells values apart
         of_all = {
             "task": name,
-            "task_digest": digest(task),
+            "task_digest": fingerprint(task),
             "dtype": str(torch.get_default_dtype()),
             "device": str(torch.get_default_device()),
         }
-        digests = grid.each(digest)
+        digests = grid.each(fingerprint)
         identities = [of_all | {"labels": labels[k], "values": digests[k]} for k in range(len(grid))]
         place = SweepFolder(folder, name, grid.names)
         for k, identity in enumerate(identities):

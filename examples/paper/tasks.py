@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cpomdp_ppl.experiments.files import CheckpointError, load_json, save_json
 from examples.paper import work
-from solvers.cids.checkpoint import CheckpointError, load_json, save_json
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("torch", "pyro-ppl", "numpy", "pomdp-py")

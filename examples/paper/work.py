@@ -18,10 +18,10 @@ from baselines.simple import Always, ApproachObserveCommit, ContextKnown
 from cpomdp_ppl import RandomPolicy, evaluate, models, simulate
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.encoding import Encoding
+from cpomdp_ppl.experiments.files import load_tensors, save_tensors
 from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.rng import isolated, seed_for
 from solvers import cids, exact
-from solvers.cids.checkpoint import load_tensors, save_tensors
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.objective import Information, Variational
 

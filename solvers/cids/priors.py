@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import invalid, require
+from cpomdp_ppl.experiments.fingerprint import describe
 from cpomdp_ppl.prior import as_prior, one_prior
 from cpomdp_ppl.rng import isolated
-from solvers.cids.checkpoint import described
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -95,7 +95,7 @@ def as_sampler(model: CPOMDP, prior: PriorLike) -> PriorSampler:
 def described_priors(sampler: PriorSampler) -> Any:
     """A sampler in numbers and words that tell it from others: its settings, or else some of its draws."""
     if is_dataclass(sampler):
-        return described(sampler)
+        return describe(sampler)
     with isolated(0):
         return sampler(8).tolist()
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
-from cpomdp_ppl.experiments.files import write_atomic
+from cpomdp_ppl.experiments.files import CheckpointError, load_json, made_directory, save_json, write_atomic
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
-from solvers.cids.checkpoint import CheckpointError, load_json, made_directory, save_json
 from solvers.cids.policy import LSTMPolicy
 
 if TYPE_CHECKING:

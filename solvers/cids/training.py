@@ -17,6 +17,15 @@ from cpomdp_ppl.errors import (
     require_model,
 )
 from cpomdp_ppl.experiments import run_files
+from cpomdp_ppl.experiments.files import (
+    CheckpointError,
+    as_directory,
+    load_json,
+    load_tensors,
+    made_directory,
+    save_tensors,
+)
+from cpomdp_ppl.experiments.fingerprint import describe, describe_model, differences, require_same
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import Policy
@@ -25,19 +34,6 @@ from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed
 from solvers.cids import shards
 from solvers.cids.batchwide import takes_whole
-from solvers.cids.checkpoint import (
-    CheckpointError,
-    as_directory,
-    described,
-    description,
-    differing,
-    load_json,
-    load_tensors,
-    made_directory,
-    plain,
-    require_equal,
-    save_tensors,
-)
 from solvers.cids.estimator import ActorCritic, Reinforce, as_estimator
 from solvers.cids.group import alone, batchwide
 from solvers.cids.learner import Learner, policy_weights
@@ -201,15 +197,15 @@ def fit(
         learner = Learner(
             model, net, backend, goal, gradient, priors, tau, rate, iterations, batch_size, number, whole
         )
-        settings = plain(
-            **description(model),
-            likelihood=described(backend),
-            objective=described(goal),
-            estimator=described(gradient),
+        settings = dict(
+            **describe_model(model),
+            likelihood=describe(backend),
+            objective=describe(goal),
+            estimator=describe(gradient),
             policy=[[name, list(weight.shape)] for name, weight in net.state_dict().items()],
             prior=described_priors(priors) if amortised else p.tolist(),
-            temperature=described(tau),
-            learning_rate=described(rate),
+            temperature=describe(tau),
+            learning_rate=describe(rate),
             iterations=iterations,
             batch_size=batch_size,
             seed=number,
@@ -217,10 +213,10 @@ def fit(
         )
         learned = [name for name, weight in learner.networks.named_parameters() if weight.requires_grad]
         asked = {**settings, "checkpoint": checkpoint is not None, "requires_grad": learned}
-        _require_same(asked, whole.shared({"settings": asked})["settings"])
+        _require_same_fit(asked, whole.shared({"settings": asked})["settings"])
         fitting = Fitting(learner)
         if directory is not None and saved is not None:
-            require_equal(directory / CHECKPOINT, saved["settings"], settings)
+            require_same(directory / CHECKPOINT, saved["settings"], settings)
             try:
                 fitting.load_state_dict(saved)
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -263,9 +259,9 @@ def _require_functions(callbacks: Any, expected: str) -> None:
     require(proper, "callbacks", callbacks, expected)
 
 
-def _require_same(settings: Mapping[str, Any], firsts: Mapping[str, Any]) -> None:
+def _require_same_fit(settings: Mapping[str, Any], firsts: Mapping[str, Any]) -> None:
     """Raise unless this process was asked for the same fit as the first."""
-    for name in differing(settings, firsts):
+    for name in differences(settings, firsts):
         raise invalid(name, settings.get(name), f"what the first process has, {firsts.get(name)!r}")
 
 
@@ -389,8 +385,8 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     if not (path / content["weights"]).exists():  # another process may just have saved another
         content = _solution_content(path)
     settings = content["settings"]
-    expected = description(model)
-    require_equal(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
+    expected = describe_model(model)
+    require_same(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
     file = path / content["weights"]
     net = _made_again(model, policy, content, load_tensors(file, model.device), file)
     prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
@@ -406,8 +402,8 @@ def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
     file = path / CHECKPOINT
     state = _saved(path, model)
     assert state is not None
-    settings, expected = state["settings"], description(model)
-    require_equal(file, {name: settings.get(name) for name in expected}, expected)
+    settings, expected = state["settings"], describe_model(model)
+    require_same(file, {name: settings.get(name) for name in expected}, expected)
     if not isinstance(state.get("prior"), list):
         raise CheckpointError(f"{file} does not say what its policy is: go on with the fit, which does")
     try:
@@ -480,8 +476,8 @@ def _took_particles(saved: Mapping[str, Any]) -> bool:
 
     Whoever left the backend to us then goes on with that one, whatever would be chosen today.
     """
-    earlier = plain(likelihood=described(ParticleFilter()))
-    return not differing({"likelihood": saved["settings"].get("likelihood")}, earlier)
+    found = {"likelihood": saved["settings"].get("likelihood")}
+    return not differences(found, {"likelihood": describe(ParticleFilter())})
 
 
 def _as_module(policy: Any) -> Any:

@@ -17,14 +17,12 @@ from cpomdp_ppl.errors import (
     require_model,
     require_number,
 )
+from cpomdp_ppl.experiments.fingerprint import describe_model
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import Policy, as_policy
 from cpomdp_ppl.prior import one_prior, stratified
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed, seed_for
-from solvers.cids.checkpoint import (
-    description,
-)
 from solvers.cids.estimator import ActorCritic
 from solvers.cids.group import alone
 from solvers.cids.priors import DirichletPriors
@@ -197,7 +195,7 @@ def _as_policy(solution: Solution | Policy, model: CPOMDP) -> Policy:
         proper = isinstance(solution, Policy) and not isinstance(solution, type)
         require(proper or callable(solution), "solution", solution, "a Solution, or a policy")
         return as_policy(solution)
-    theirs, ours = description(solution.model), description(model)
+    theirs, ours = describe_model(solution.model), describe_model(model)
     for part in ("contexts", "actions", "observations"):
         require(theirs[part] == ours[part], "solution", f"one for {part} {theirs[part]}", f"{ours[part]}")
     policy: Policy = solution.policy

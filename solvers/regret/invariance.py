@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from cpomdp_ppl.arrays import as_array, as_indices
 from cpomdp_ppl.errors import invalid, require, require_count, require_model, require_number
+from cpomdp_ppl.experiments.fingerprint import describe_model
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.rng import fresh_seed, isolated, seed_for
 from solvers import exact
-from solvers.cids.checkpoint import description
 from solvers.exact.beliefs import MAX_BELIEFS
 from solvers.regret.values import EPISODES_AT_ONCE, played, require_episodes, returns_of
 
@@ -189,7 +189,7 @@ class Restricted(CPOMDP):
         self.initial_observation = model.initial_observation
         self.max_plate_nesting = model.max_plate_nesting
         self.context_prior = list(prior)
-        self.origin = json.dumps(description(model), sort_keys=True)
+        self.origin = json.dumps(describe_model(model), sort_keys=True)
         self.original = _copy(model)
         self.register_buffer("index", index.to(model.device))
         self.require_definition()

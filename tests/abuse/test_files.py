@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cpomdp_ppl import Episodes, EpisodesFileError, RandomPolicy, simulate
+from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.state import leaves
 from solvers import cids
-from solvers.cids.checkpoint import CheckpointError
 from tests.abuse.effort import TRIED, times
 from tests.programs import Dice
 

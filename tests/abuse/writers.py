@@ -17,9 +17,10 @@ import torch
 import xarray as xr
 
 from cpomdp_ppl import Episodes
+from cpomdp_ppl.experiments import files
+from cpomdp_ppl.experiments.fingerprint import describe_model
 from cpomdp_ppl.models import LineGrid
 from solvers import cids
-from solvers.cids import checkpoint
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.solution import Solution
 
@@ -54,11 +55,11 @@ def _tensors(which: int) -> dict:
 
 
 def save_checkpoint(directory: Path, which: int) -> None:
-    checkpoint.save_tensors(directory / "checkpoint.pt", _tensors(which))
+    files.save_tensors(directory / "checkpoint.pt", _tensors(which))
 
 
 def read_checkpoint(directory: Path) -> int:
-    found = checkpoint.load_tensors(directory / "checkpoint.pt", torch.device("cpu"))
+    found = files.load_tensors(directory / "checkpoint.pt", torch.device("cpu"))
     expected = _tensors(found["which"])
     assert all(map(torch.equal, found["weights"], expected["weights"]))
     assert found["settings"] == expected["settings"]
@@ -66,11 +67,11 @@ def read_checkpoint(directory: Path) -> int:
 
 
 def save_settings(directory: Path, which: int) -> None:
-    checkpoint.save_json(directory / "settings.json", {"which": which, "history": [which] * SIZE})
+    files.save_json(directory / "settings.json", {"which": which, "history": [which] * SIZE})
 
 
 def read_settings(directory: Path) -> int:
-    found = checkpoint.load_json(directory / "settings.json")
+    found = files.load_json(directory / "settings.json")
     assert found["history"] == [found["which"]] * SIZE
     return found["which"]
 
@@ -85,7 +86,7 @@ def save_solution(directory: Path, which: int) -> None:
             weight.fill_(float(which))
     history = xr.Dataset({"return": ("iteration", np.full(SIZE, float(which)))})
     prior = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    settings = checkpoint.plain(**checkpoint.description(MODEL))
+    settings = describe_model(MODEL)
     Solution(MODEL, net, prior, history, settings, True).save(directory)
 
 

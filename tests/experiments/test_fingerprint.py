@@ -26,7 +26,7 @@ import torch
 import xarray as xr
 from torch import nn
 
-from cpomdp_ppl.experiments.fingerprint import MACHINERY, UndigestibleError, digest
+from cpomdp_ppl.experiments.fingerprint import MODULE_MACHINERY, FingerprintError, fingerprint
 from cpomdp_ppl.models import LineGrid
 from solvers.cids.policy import LSTMPolicy
 
@@ -113,8 +113,8 @@ def with_attribute(k):
 
 MADE = {
     "frame": lambda k: pd.DataFrame({"a": [1, k], "word": ["x", "y"]}),
-    "series": lambda k: pd.TimeBuffer([1.0, k]),
-    "words of pandas": lambda k: pd.TimeBuffer(["a", f"b{k}"]),
+    "series": lambda k: pd.Series([1.0, k]),
+    "words of pandas": lambda k: pd.Series(["a", f"b{k}"]),
     "coordinates": lambda k: xr.Dataset({"y": ("x", [1, 2])}, {"x": [0, k]}),
     "random": random.Random,
     "generator": np.random.default_rng,
@@ -146,15 +146,15 @@ MADE = {
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
 def test_what_is_held_tells_values_apart(make):
-    assert digest(make(0)) == digest(make(0))
-    assert digest(make(0)) != digest(make(1))
+    assert fingerprint(make(0)) == fingerprint(make(0))
+    assert fingerprint(make(0)) != fingerprint(make(1))
 
 
 def test_what_is_not_compared_or_merely_kept_makes_no_difference():
-    assert digest(Plain(1, "here")) == digest(Plain(1, "there"))
-    assert digest(WithMore(1, "here")) == digest(WithMore(1, "there"))
-    assert digest(Slotted(1, "here")) == digest(Slotted(1, "there"))
-    assert digest(layer(0.0)) != digest(layer(0.0, trained=False))
+    assert fingerprint(Plain(1, "here")) == fingerprint(Plain(1, "there"))
+    assert fingerprint(WithMore(1, "here")) == fingerprint(WithMore(1, "there"))
+    assert fingerprint(Slotted(1, "here")) == fingerprint(Slotted(1, "there"))
+    assert fingerprint(layer(0.0)) != fingerprint(layer(0.0, trained=False))
 
     class Table:
         @cached_property
@@ -163,7 +163,7 @@ def test_what_is_not_compared_or_merely_kept_makes_no_difference():
 
     one, other = Table(), Table()
     assert one.squares == [0, 1, 4]
-    assert digest(one) == digest(other)
+    assert fingerprint(one) == fingerprint(other)
 
 
 def test_one_module_does_not_change_what_is_seen_of_others():
@@ -177,23 +177,23 @@ def test_one_module_does_not_change_what_is_seen_of_others():
             super().__init__()
             self.table = table
 
-    before, machinery = digest(Given(1)), set(MACHINERY)
+    before, machinery = fingerprint(Given(1)), set(MODULE_MACHINERY)
     kept = Kept()
     assert kept.table == 1
-    digest(kept)
-    assert machinery == MACHINERY
-    assert digest(Given(1)) == before != digest(Given(2))
+    fingerprint(kept)
+    assert machinery == MODULE_MACHINERY
+    assert fingerprint(Given(1)) == before != fingerprint(Given(2))
 
 
 def test_digests_leave_values_alone():
     policy = LSTMPolicy(LineGrid(), hidden=4, seed=0)
     for parameter in policy.parameters():
         parameter.unconstrained = weakref.ref(parameter)  # as Pyro's param store does
-    first = digest(policy)
+    first = fingerprint(policy)
     assert all(parameter.unconstrained() is parameter for parameter in policy.parameters())
-    assert digest(policy) == first != digest(LSTMPolicy(LineGrid(), hidden=4, seed=1))
+    assert fingerprint(policy) == first != fingerprint(LSTMPolicy(LineGrid(), hidden=4, seed=1))
     rng = np.random.default_rng(0)
-    digest(rng)
+    fingerprint(rng)
     assert rng.random() == np.random.default_rng(0).random()
 
 
@@ -206,9 +206,9 @@ def test_digests_leave_classes_alone():
     class Derived(Base):
         pass
 
-    before = digest(Derived())
-    digest(Base())
-    assert digest(Derived()) == before
+    before = fingerprint(Derived())
+    fingerprint(Base())
+    assert fingerprint(Derived()) == before
 
 
 def test_nothing_is_kept_alive():
@@ -216,7 +216,7 @@ def test_nothing_is_kept_alive():
         return 1
 
     gone = weakref.ref(function)
-    digest(function)
+    fingerprint(function)
     del function
     gc.collect()
     assert gone() is None
@@ -232,25 +232,25 @@ def test_nothing_is_kept_alive():
     ],
 )
 def test_what_cannot_be_seen_is_refused(value, name):
-    with pytest.raises(UndigestibleError, match=f"a {name} cannot be told from others"):
-        digest(value)
+    with pytest.raises(FingerprintError, match=f"a {name} cannot be told from others"):
+        fingerprint(value)
 
 
 def test_what_is_nested_too_deeply_is_refused():
     deep = []
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(UndigestibleError, match="nested too deeply"):
-        digest(deep)
+    with pytest.raises(FingerprintError, match="nested too deeply"):
+        fingerprint(deep)
 
 
 def test_what_is_shared_is_described_once():
     shared, other = [1], [2]
     for _ in range(200):  # 2**200 paths
         shared, other = [shared, shared], [other, other]
-    assert digest(shared) != digest(other)
+    assert fingerprint(shared) != fingerprint(other)
     pair = (1, 2)
-    assert digest([pair, pair]) == digest([tuple(range(1, 3)), tuple(range(1, 3))])
+    assert fingerprint([pair, pair]) == fingerprint([tuple(range(1, 3)), tuple(range(1, 3))])
 
 
 def test_circles_are_told_apart():
@@ -262,16 +262,16 @@ def test_circles_are_told_apart():
         second.append(first[1] if crossed else [second])
         return [first, second]
 
-    assert digest(circles(True)) == digest(circles(True))
-    assert digest(circles(True)) != digest(circles(False))
+    assert fingerprint(circles(True)) == fingerprint(circles(True))
+    assert fingerprint(circles(True)) != fingerprint(circles(False))
 
 
 def test_modules_are_known_by_name_and_version():
-    assert digest(closing_over(np)) != digest(closing_over(math))
-    assert digest(closing_over(np)) == digest(closing_over(np))
+    assert fingerprint(closing_over(np)) != fingerprint(closing_over(math))
+    assert fingerprint(closing_over(np)) == fingerprint(closing_over(np))
     fake = type(np)("numpy")
     fake.__version__ = "0.0"
-    assert digest(fake) != digest(np)
+    assert fingerprint(fake) != fingerprint(np)
 
 
 def thousandfold(function):
@@ -294,7 +294,7 @@ def test_a_wrapper_is_not_what_it_wraps():
     def base(a):
         return a
 
-    assert len({digest(base), digest(onefold(base)), digest(thousandfold(base))}) == 3
+    assert len({fingerprint(base), fingerprint(onefold(base)), fingerprint(thousandfold(base))}) == 3
 
 
 def loaded(path, name="edited"):
@@ -328,36 +328,36 @@ def test_the_code_that_runs_is_what_counts(tmp_path, monkeypatch):
     path = tmp_path / "edited.py"
     path.write_text(CODE.format(number=1))
     old = loaded(path)
-    before = digest(old.task), digest(old.Task())
+    before = fingerprint(old.task), fingerprint(old.Task())
     path.write_text(CODE.format(number=2))
-    assert (digest(old.task), digest(old.Task())) == before
+    assert (fingerprint(old.task), fingerprint(old.Task())) == before
     new = loaded(path)
-    assert digest(new.task) != before[0]
-    assert digest(new.Task()) != before[1]
+    assert fingerprint(new.task) != before[0]
+    assert fingerprint(new.Task()) != before[1]
     path.write_text("# moved\n\n" + CODE.format(number=1).replace("return", "return  "))
     again = loaded(path)
-    assert (digest(again.task), digest(again.Task())) == before
+    assert (fingerprint(again.task), fingerprint(again.Task())) == before
 
 
 def test_code_and_attributes_of_classes():
     def made(**attributes):
         return type("Made", (), attributes)
 
-    assert digest(made(a=1)()) == digest(made(a=1)())
-    assert digest(made(a=1)()) != digest(made(a=2)())
-    assert digest(made(f=lambda self: 1)()) != digest(made(f=lambda self: 2)())
+    assert fingerprint(made(a=1)()) == fingerprint(made(a=1)())
+    assert fingerprint(made(a=1)()) != fingerprint(made(a=2)())
+    assert fingerprint(made(f=lambda self: 1)()) != fingerprint(made(f=lambda self: 2)())
     for wrapper in (staticmethod, classmethod, property, cached_property):
         one, other = (made(f=wrapper(f))() for f in (lambda x: 1, lambda x: 2))
-        assert digest(one) != digest(other)
+        assert fingerprint(one) != fingerprint(other)
 
 
 def test_members_of_enumerations():
     def made(number):
         return enum.Enum("Size", {"BIG": number, "SMALL": 0}, module="elsewhere")
 
-    assert digest(made(1).BIG) == digest(made(1).BIG)
-    assert digest(made(1).BIG) != digest(made(2).BIG)
-    assert digest(made(1).BIG) != digest(made(1).SMALL)
+    assert fingerprint(made(1).BIG) == fingerprint(made(1).BIG)
+    assert fingerprint(made(1).BIG) != fingerprint(made(2).BIG)
+    assert fingerprint(made(1).BIG) != fingerprint(made(1).SMALL)
 
 
 ELSEWHERE = """
@@ -365,7 +365,7 @@ import enum, random
 import numpy as np
 import pandas as pd
 import torch
-from cpomdp_ppl.experiments.fingerprint import digest
+from cpomdp_ppl.experiments.fingerprint import fingerprint
 from cpomdp_ppl.models import LineGrid
 from solvers.cids.policy import LSTMPolicy
 
@@ -388,9 +388,9 @@ values = [
     random.Random(0),
     np.random.default_rng(0),
     torch.float64,
-    digest,
+    fingerprint,
 ]
-print([digest(value) for value in values])
+print([fingerprint(value) for value in values])
 """
 
 
@@ -416,10 +416,10 @@ def test_a_value_that_was_sent_to_another_process_is_the_same():
             return 2 * super().reward(state, action, context)
 
     values = [Local(3), Local, lambda x: x in {"a", "b"}, LSTMPolicy(LineGrid(), hidden=4, seed=0), Plain(2)]
-    code = "import sys, pickle; from cpomdp_ppl.experiments.fingerprint import digest; " + (
-        "print(*map(digest, pickle.load(sys.stdin.buffer)))"
+    code = "import sys, pickle; from cpomdp_ppl.experiments.fingerprint import fingerprint; " + (
+        "print(*map(fingerprint, pickle.load(sys.stdin.buffer)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
     words, sent = [sys.executable, "-c", code], cloudpickle.dumps(values)
     there = subprocess.run(words, env=environment, input=sent, capture_output=True, check=True).stdout
-    assert there.decode().split() == [digest(value) for value in values]
+    assert there.decode().split() == [fingerprint(value) for value in values]

@@ -22,7 +22,7 @@ import torch
 import xarray as xr
 
 from cpomdp_ppl.experiments import sweep as sweeps
-from cpomdp_ppl.experiments.fingerprint import digest, name_of
+from cpomdp_ppl.experiments.fingerprint import fingerprint, name_of
 from cpomdp_ppl.experiments.sweep import SweepError, as_dataset, seed_of, sweep
 from cpomdp_ppl.experiments.sweep_folder import SweepFolderError
 from cpomdp_ppl.models import ContextualTiger, LineGrid
@@ -175,7 +175,7 @@ def test_without_a_folder_nothing_is_digested(monkeypatch):
     def never(value):
         raise AssertionError
 
-    monkeypatch.setattr(sweeps, "digest", never)
+    monkeypatch.setattr(sweeps, "fingerprint", never)
     assert sweep(product, {"a": [2], "b": [5]}, **HERE)["product"].item() == 10
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_told_apart_is_named(monkeypatch, tmp_path):
             raise ValueError("cannot be told apart")
         return "same"
 
-    monkeypatch.setattr(sweeps, "digest", never)
+    monkeypatch.setattr(sweeps, "fingerprint", never)
     with pytest.raises(ValueError, match="a=odd: cannot be told apart"):
         sweep(product, {"a": {"even": 2, "odd": [1]}, "b": [5]}, folder=tmp_path / "new", **HERE)
     assert not (tmp_path / "new").exists()
@@ -414,28 +414,28 @@ OTHERS = [
 
 @pytest.mark.parametrize("make", SAME)
 def test_the_same_value_has_the_same_digest(make):
-    assert digest(make()) == digest(make())
+    assert fingerprint(make()) == fingerprint(make())
 
 
 @pytest.mark.parametrize(("one", "other"), OTHERS)
 def test_other_values_have_other_digests(one, other):
-    assert digest(one) != digest(other)
+    assert fingerprint(one) != fingerprint(other)
 
 
 def test_a_digest_does_not_change_with_use():
     """That it is the same in another process is what lets a killed sweep, or fit, go on."""
     model = LineGrid()
-    fresh = digest(model)
+    fresh = fingerprint(model)
     model.check()
     filtered(2, 0)
-    assert digest(model) == fresh
+    assert fingerprint(model) == fresh
     assert name_of(Noting(".")) == "tests.tasks:Noting"
 
 
 def test_circles_have_an_end():
     one: list[object] = [1]
     one.append(one)
-    assert digest(one) != digest([1])
+    assert fingerprint(one) != fingerprint([1])
 
 
 def test_seeds_of_points_differ():

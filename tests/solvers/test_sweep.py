@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from cpomdp_ppl import evaluate
+from cpomdp_ppl.experiments.files import load_tensors
 from cpomdp_ppl.experiments.sweep import SweepError
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from solvers import cids
 from solvers.cids import training
-from solvers.cids.checkpoint import load_tensors
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.training import CHECKPOINT
 from solvers.sweep import FITS, FitAndEvaluate, sweep

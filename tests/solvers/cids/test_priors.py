@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark
 from cpomdp_ppl.prior import stratified
 from solvers import cids
-from solvers.cids.checkpoint import CheckpointError
 from solvers.cids.learner import Trunk
 from solvers.cids.objective import Batch
 from solvers.cids.priors import DirichletPriors, OnePrior, as_sampler, draw_priors, log_odds

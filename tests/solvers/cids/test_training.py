@@ -19,11 +19,11 @@ from torch import nn
 
 from cpomdp_ppl import CPOMDP, ModelError, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from solvers import cids
 from solvers.cids.callbacks import TensorBoard
-from solvers.cids.checkpoint import CheckpointError
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.learner import DivergedError
 from solvers.cids.policy import LSTMPolicy
