@@ -63,7 +63,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.cli.diagnose.diagnose",
         "cpomdp_ppl.diagnostics.calibration.calibrate",
         "cpomdp_ppl.episodes.Episodes.from_arrays",
-        "cpomdp_ppl.evaluation._evaluate",
         "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
@@ -85,7 +84,6 @@ TO_DO: dict[str, set[str]] = {
         "Step",
         "Target",
         "Transition",
-        "Watched",
         "as_columns",
         "filtered",
         "forward",
@@ -93,7 +91,6 @@ TO_DO: dict[str, set[str]] = {
         "load",
         "plain",
         "returns_of",
-        "shown",
         "smooth",
     },
 }

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import invalid, require, require_count, require_model
-from cpomdp_ppl.evaluation import Watched
+from cpomdp_ppl.evaluation import TimedPolicy
 from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.rng import fresh_seed, seed_for
@@ -150,9 +150,9 @@ def played(model: CPOMDP, policy: PolicyLike, believed: Tensor, contexts: Tensor
 
     With the same seed and contexts, any two policies meet the same world, as far as programs draw alike.
     """
-    watched = Watched(as_policy(policy), seed_for(seed, POLICY))
+    timed = TimedPolicy(as_policy(policy), seed_for(seed, POLICY))
     world = seed_for(seed, WORLD)
-    return simulate(model, watched, len(contexts), contexts=contexts, prior=believed, seed=world)
+    return simulate(model, timed, len(contexts), contexts=contexts, prior=believed, seed=world)
 
 
 def returns_of(episodes: Episodes) -> Tensor:
