@@ -98,3 +98,22 @@ def place_of(bad: Tensor) -> str:
     """The first place where something is wrong, in words."""
     place = bad.nonzero()[0].tolist()
     return ", ".join(f"{axis} {i}" for axis, i in zip(("episode", "step"), place, strict=False))
+
+
+def filled(values: Tensor, known: Tensor) -> Tensor:
+    """Zero where not known: filled values cannot leak, nor turn a gradient into NaN."""
+    return torch.where(on_the_right(known, values), values, values.new_zeros(()))
+
+
+def require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
+    """Raise unless a tensor is finite where it counts; `where` has its leading axes."""
+    if tensor.is_floating_point():
+        bad = ~torch.isfinite(tensor) & on_the_right(where, tensor)
+        if bool(bad.any()):
+            found = f"{tensor[bad][0].item()} at {place_of(bad)}"
+            raise invalid(argument, found, "finite values where observed")
+
+
+def without_unit_axes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape without its axes of size 1."""
+    return tuple(size for size in shape if size != 1)

@@ -73,11 +73,11 @@ class Dependencies:
 def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
     """Run the observation program once, and follow the value of every site to where it is used.
 
-    To be called inside `inference_scope`. Where the program looks at a value itself (an `if`, an `item()`), all
-    that comes later counts as computed from it; if it looks at state, action or context, it might take
-    another way next time, so every site counts as a parent of all later ones. What goes on in other threads
-    cannot be followed. So the program is also run with other values of every hidden site, and what changes
-    then depends on it, too.
+    To be called inside `inference_scope`. Where the program looks at a value itself (an `if`, an `item()`),
+    everything after that counts as computed from it. If it looks at state, action or context, it might branch
+    differently the next time, so every site counts as a parent of all later ones. What happens in other
+    threads cannot be followed; therefore the program is also run with other values of every hidden site, and
+    whatever changes then depends on that site, too.
 
     Raises:
         UnsupportedModelError: If whether a site is seen depends on a site that is not seen itself.

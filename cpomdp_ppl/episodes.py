@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right, place_of
-from cpomdp_ppl.errors import EpisodesFileError, as_integer, invalid, require, require_model
-from cpomdp_ppl.experiments.files import write_atomic
-from cpomdp_ppl.handlers import Batched, Recorded, mask_of
-from cpomdp_ppl.rng import isolated
-from cpomdp_ppl.signature import Leaf, ObservationSite, signature
-from cpomdp_ppl.state import State, leaves, map_state, structure
+from cpomdp_ppl.arrays import as_tensor, filled, on_the_right, require_finite
+from cpomdp_ppl.errors import as_integer, require
+from cpomdp_ppl.recorded_arrays import RecordedArrays
+from cpomdp_ppl.state import State, leaves, map_state
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import os
 
     from numpy.typing import ArrayLike
 
     from cpomdp_ppl.model import CPOMDP
-
-FORMAT = "cpomdp_ppl.Episodes 1"
-"""First entry of every file, so that a foreign one is told apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,71 +304,27 @@ class Episodes:
             >>> Episodes.from_arrays(LightDark(), [["right", "observe"]], {"z": [[nan, 0.7]]})
             Episodes(B=1, T=2, sites=['z'], known=[], device='cpu')
         """
-        require_model(model)
-        sig = signature(model)
-        device = model.device
-        a = as_indices("actions", actions, model.action_names).to(device)
-        require(a.dim() == 2, "actions", tuple(a.shape), "an array of 2 axes")
-        B, T = a.shape
-        require(model.horizon >= T, "actions", tuple(a.shape), f"at most {model.horizon} steps (the horizon)")
-        n = torch.full((B,), T) if lengths is None else as_tensor("lengths", lengths)
-        require(n.shape == (B,), "lengths", tuple(n.shape), f"shape [{B}]")
-        n = as_type("lengths", n, torch.long, torch.ones(B, dtype=torch.bool, device=n.device)).to(device)
-        require(bool(((n >= 1) & (n <= T)).all()), "lengths", n.tolist(), f"1 to {T} steps in every episode")
-        taken = torch.arange(T, device=device) < n[:, None]  # [B, T]
-        _require_range("actions", a, model.action_names, taken)
-
-        require(
-            (initial_observations is not None) == model.initial_observation,
-            "initial_observations",
-            initial_observations,
-            "observations at time 0" if model.initial_observation else "None: this model has none",
-        )
-        values, seen = _read_observations("observations", observations, observed, sig.observations, taken)
-        if observed is None:
-            _require_told(model, "observations", observations, values, seen, torch.where(taken, a, 0))
-        first, first_seen = None, None
-        if initial_observations is not None:
-            everywhere = torch.ones(B, dtype=torch.bool, device=device)
-            first, first_seen = _read_observations(
-                "initial_observations",
-                initial_observations,
-                initially_observed,
-                sig.observations,
-                everywhere,
-            )
-            if initially_observed is None:
-                _require_told(model, "initial_observations", initial_observations, first, first_seen, None)
-        c = None
-        if contexts is not None:
-            c = as_indices("contexts", contexts, model.context_names).to(device)
-            require(c.shape == (B,), "contexts", tuple(c.shape), f"shape [{B}]")
-            _require_range("contexts", c, model.context_names, torch.ones_like(c, dtype=torch.bool))
-        reached = torch.arange(T + 1, device=device) <= n[:, None]  # [B, T+1]
+        arrays = RecordedArrays(model, actions, lengths)
+        first, first_seen = arrays.initial_observations(initial_observations, initially_observed)
+        values, seen = arrays.observations(observations, observed)
         return Episodes(
-            actions=a,
+            actions=arrays.actions,
             observations=values,
             observed=seen,
-            lengths=n,
-            contexts=c,
-            states=None if states is None else _read_states(states, model, sig.state, reached),
-            rewards=None if rewards is None else _read("rewards", rewards, taken),
-            returns=None if returns is None else _read("returns", returns, n > 0),
+            lengths=arrays.lengths,
+            contexts=arrays.contexts(contexts),
+            states=arrays.states(states),
+            rewards=arrays.rewards(rewards),
+            returns=arrays.returns(returns),
             initial_observations=first,
             initially_observed=first_seen,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a plain `.npz` file, all of it or nothing."""
-        arrays: dict[str, Any] = {"format": np.array(FORMAT)}
-        for field in fields(self):
-            arrays |= _entries(field.name, getattr(self, field.name))
+        from cpomdp_ppl.episodes_file import save_episodes
 
-        def save(place: Path) -> None:
-            with place.open("xb") as file:  # by its name alone, NumPy would add a suffix to it
-                np.savez_compressed(file, **arrays)
-
-        write_atomic(path, save)
+        save_episodes(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Episodes:
@@ -388,232 +334,6 @@ class Episodes:
             FileNotFoundError: If there is no such file.
             EpisodesFileError: If the file is corrupt, or holds something else.
         """
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-                _require_all(file, len(arrays))
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
-            raise
-        except Exception as error:  # NumPy and zipfile raise a dozen kinds on a damaged file
-            raise EpisodesFileError(f"{path}: expected an .npz file of episodes, but {error}") from error
-        found = arrays.pop("format", None)
-        if found is None or str(found) != FORMAT:
-            raise EpisodesFileError(f"{path}: expected format '{FORMAT}', found '{found}'")
-        try:
-            return Episodes(**_from_entries(arrays))
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise EpisodesFileError(f"{path}: {error}") from error
+        from cpomdp_ppl.episodes_file import load_episodes
 
-
-def _require_all(file: BinaryIO, number: int) -> None:
-    """Raise unless an archive ends with the number of its entries.
-
-    Entries have checksums, but their directory has none, and `zipfile` takes a damaged one that lists fewer
-    for the whole.
-    """
-    file.seek(-22, os.SEEK_END)
-    end = file.read()
-    complete = end[:4] == b"PK\5\6" and int.from_bytes(end[10:12], "little") == number
-    require(complete, "directory", f"{number} entries", "as many entries as the end of the file tells")
-
-
-def _entries(name: str, value: Any) -> dict[str, Any]:
-    """A tensor, or a tree of them, as arrays named `name/part/…`; a `/` in a part is written as in a URL."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        parts = (_entries(f"{name}/{quote(key, safe=' ')}", part) for key, part in value.items())
-        return {key: array for part in parts for key, array in part.items()}
-    return {name: value.detach().cpu().numpy()}
-
-
-def _from_entries(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `_entries` for the fields of `Episodes`."""
-    known = {field.name for field in fields(Episodes)}
-    values: dict[str, Any] = {"observations": {}, "observed": {}}
-    for name, array in arrays.items():
-        *branches, leaf = map(unquote, name.split("/"))
-        require((branches or [leaf])[0] in known, "entry", name, f"one of {sorted(known)}")
-        target = values
-        for branch in branches:
-            target = target.setdefault(branch, {})
-        target[leaf] = torch.from_numpy(array)
-    return values
-
-
-def filled(values: Tensor, known: Tensor) -> Tensor:
-    """Zero where not known: filled values cannot leak, nor turn a gradient into NaN."""
-    return torch.where(on_the_right(known, values), values, values.new_zeros(()))
-
-
-def _require_range(argument: str, indices: Tensor, names: Sequence[str], where: Tensor) -> None:
-    bad = ((indices < 0) | (indices >= len(names))) & where
-    if bool(bad.any()):
-        found = f"{int(indices[bad][0])} at {place_of(bad)}"
-        raise invalid(argument, found, f"0 to {len(names) - 1} ({', '.join(names)})")
-
-
-def require_finite(argument: str, tensor: Tensor, where: Tensor) -> None:
-    """Raise unless a tensor is finite where it counts; `where` has its leading axes."""
-    if tensor.is_floating_point():
-        bad = ~torch.isfinite(tensor) & on_the_right(where, tensor)
-        if bool(bad.any()):
-            found = f"{tensor[bad][0].item()} at {place_of(bad)}"
-            raise invalid(argument, found, "finite values where observed")
-
-
-def _read(argument: str, values: Any, where: Tensor) -> Tensor:
-    """Real numbers `[B]` or `[B, T]`. Those that come as double precision stay so."""
-    tensor = as_tensor(argument, values).to(where.device)
-    require(tensor.shape == where.shape, argument, tuple(tensor.shape), f"shape {list(where.shape)}")
-    dtype = torch.get_default_dtype()
-    if hasattr(values, "dtype") and tensor.is_floating_point():
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    require_finite(argument, tensor, where)
-    return as_type(argument, tensor, dtype, where)
-
-
-def _read_observations(
-    argument: str,
-    observations: Mapping[str, Any],
-    observed: Mapping[str, Any] | None,
-    sites: Mapping[str, ObservationSite],
-    taken: Tensor,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    whether = "observed" if argument == "observations" else "initially_observed"
-    _require_sites(argument, observations, sites)
-    if observed is not None:
-        _require_sites(whether, observed, sites)
-    axes = taken.shape  # [B, T] or [B]
-    values, seen = {}, {}
-    for site, spec in sites.items():
-        what = f"{argument}['{site}']"
-        given, masked = _unmasked(observations[site])
-        value = as_tensor(what, given).to(taken.device)
-        shape = (*axes, *spec.shape)
-        require(
-            squeezed(value.shape[len(axes) :]) == squeezed(spec.shape) and value.shape[: len(axes)] == axes,
-            what,
-            tuple(value.shape),
-            f"shape {list(shape)}",
-        )
-        value = value.reshape(shape)
-        plates = (*axes, *spec.plates)
-        if observed is None:
-            missing = torch.isnan(value) | masked.to(value.device).reshape(masked.shape or (1,) * len(shape))
-            flags = ~missing.reshape(*plates, -1).any(-1)
-        else:
-            flags = as_tensor(f"{whether}['{site}']", observed[site]).to(taken.device)
-            require(flags.dtype == torch.bool, f"{whether}['{site}']", flags.dtype, "booleans")
-            require(
-                flags.shape in (plates, axes),
-                f"{whether}['{site}']",
-                tuple(flags.shape),
-                f"shape {list(plates)}",
-            )
-            flags = on_the_right(flags, flags.new_empty(plates)).expand(plates)
-        flags = flags & on_the_right(taken, flags)
-        require_finite(what, value, flags)
-        value = as_type(what, filled(value, flags), spec.dtype, flags)
-        _require_support(what, value, spec, flags)
-        values[site], seen[site] = value, flags
-    return values, seen
-
-
-def _unmasked(given: Any) -> tuple[Any, Tensor]:
-    """What is in a NumPy masked array, and where it is masked; nowhere, for all else."""
-    if not isinstance(given, np.ma.MaskedArray):
-        return given, torch.tensor(False)
-    return given.data, torch.from_numpy(np.array(np.ma.getmaskarray(given)))
-
-
-def _require_told(
-    model: CPOMDP,
-    argument: str,
-    given: Mapping[str, Any],
-    values: Mapping[str, Tensor],
-    seen: Mapping[str, Tensor],
-    actions: Tensor | None,
-) -> None:
-    """Raise if integers count as observed where the program masks their site out: nobody said they do.
-
-    Args:
-        model: The CPOMDP, whose masks depend on nothing that is hidden.
-        argument: What to call the observations.
-        given: As the caller gave them, by site.
-        values: As tensors, `[B, T, …]` or `[B, …]`.
-        seen: Which of them are taken for observed.
-        actions: `[B, T]`, or None before the first.
-    """
-    untold = [
-        site
-        for site, array in given.items()
-        if not isinstance(array, np.ma.MaskedArray) and not as_tensor(site, array).is_floating_point()
-    ]
-    if not untold:
-        return
-    axes = seen[untold[0]].shape[: 1 if actions is None else 2]
-    plate_axes = (1,) * model.max_plate_nesting
-    context = torch.zeros((1, *plate_axes), dtype=torch.long, device=model.device)
-    action = None if actions is None else actions.reshape(-1, *plate_axes)
-    data = {site: value.flatten(0, len(axes) - 1) for site, value in values.items()}
-    batched = Batched((axes.numel(),), model.max_plate_nesting)
-    with isolated(0), torch.no_grad(), poutine.block(), model.running(), batched:
-        state = model.initial(context)
-        with poutine.condition(data=data), Recorded() as program:
-            model.observation(state, action, context)
-    for site in untold:
-        mask = torch.as_tensor(mask_of(program.sites[site]), device=model.device)
-        hidden = seen[site] & ~mask.expand(axes.numel(), *seen[site].shape[len(axes) :]).reshape(
-            seen[site].shape
-        )
-        if bool(hidden.any()):
-            whether = "observed" if actions is not None else "initially_observed"
-            value = values[site][hidden][0].tolist()
-            raise invalid(
-                f"{argument}['{site}']",
-                f"{value} at {place_of(hidden)}, where the program masks it out",
-                f"NaN where nothing was observed, or `{whether}`, which says so: integers cannot",
-            )
-
-
-def _require_sites(argument: str, given: Any, sites: Mapping[str, ObservationSite]) -> None:
-    expected = f"the sites {sorted(sites)}"
-    require(isinstance(given, Mapping), argument, given, f"a mapping from {expected} to arrays")
-    require(set(given) == set(sites), argument, sorted(map(str, given)), expected)
-
-
-def _require_support(argument: str, value: Tensor, spec: ObservationSite, flags: Tensor) -> None:
-    if spec.support is None:
-        return
-    bad = ~spec.support.check(value).reshape(flags.shape) & flags
-    if bool(bad.any()):
-        found = value[bad][0]
-        shown = found.item() if found.numel() == 1 else found.tolist()
-        raise invalid(argument, f"{shown} at {place_of(bad)}", f"values within {spec.support}")
-
-
-def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape without its axes of size 1."""
-    return tuple(size for size in shape if size != 1)
-
-
-def _read_states(states: Any, model: CPOMDP, spec: Any, reached: Tensor) -> Any:
-    names = sorted(name for name, _ in leaves(spec))
-    found = sorted(name for name, _ in leaves(states))
-    require(structure(states) == structure(spec), "states", found, f"the components {names}")
-
-    def read(leaf: Leaf, values: Any) -> Tensor:
-        tensor = as_tensor("states", values).to(reached.device)
-        shape = (*reached.shape, *leaf.shape)
-        require(tensor.shape == shape, "states", tuple(tensor.shape), f"shape {list(shape)}")
-        require_finite("states", tensor, reached)
-        tensor = as_type("states", filled(tensor, reached), leaf.dtype, reached)
-        if model.states is not None:
-            bad = (tensor < 0) | (tensor >= model.states)
-            if bool(bad.any()):
-                where = f"{tensor[bad][0].item()} at {place_of(bad)}"
-                raise invalid("states", where, f"indices 0 to {model.states - 1}")
-        return tensor
-
-    return map_state(read, spec, states)
+        return load_episodes(path)

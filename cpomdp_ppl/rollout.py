@@ -11,8 +11,8 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.episodes import Episodes, filled
+from cpomdp_ppl.arrays import as_indices, filled
+from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy

@@ -20,14 +20,6 @@ LINES_OF_A_FUNCTION = 60
 
 TO_DO: dict[str, set[str]] = {
     "disk": {
-        "cpomdp_ppl.episodes: np.load",
-        "cpomdp_ppl.episodes: np.savez_compressed",
-        "cpomdp_ppl.episodes: open",
-        "cpomdp_ppl.episodes: place.open",
-        "solvers.cids.checkpoint: path.mkdir",
-        "solvers.cids.checkpoint: path.read_text",
-        "solvers.cids.checkpoint: torch.load",
-        "solvers.cids.checkpoint: torch.save",
         "solvers.cids.group: torch.load",
         "solvers.cids.group: torch.save",
         "solvers.sweep: self.fits.rmdir",
@@ -62,7 +54,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.cli.compare.compare",
         "cpomdp_ppl.cli.diagnose.diagnose",
         "cpomdp_ppl.diagnostics.calibration.calibrate",
-        "cpomdp_ppl.episodes.Episodes.from_arrays",
         "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
@@ -89,7 +80,6 @@ TO_DO: dict[str, set[str]] = {
         "forward",
         "is_discrete",
         "load",
-        "plain",
         "returns_of",
         "smooth",
     },
@@ -237,7 +227,7 @@ def inference() -> Iterator[str]:
 LAYERS = (
     ("language", "errors arrays state rng progress handlers signature dataflow model check"),
     ("experiments", "experiments"),
-    ("playing", "prior episodes episodes_file policy rollout generative encoding"),
+    ("playing", "prior recorded_arrays episodes episodes_file policy rollout generative encoding"),
     ("inference", "inference"),
     ("judging", "context evaluation bounds agent gym"),
     ("learning and diagnostics", "learning diagnostics"),

@@ -9,8 +9,15 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import as_indices, as_tensor, as_type, on_the_right
-from cpomdp_ppl.episodes import filled, require_finite, squeezed
+from cpomdp_ppl.arrays import (
+    as_indices,
+    as_tensor,
+    as_type,
+    filled,
+    on_the_right,
+    require_finite,
+    without_unit_axes,
+)
 from cpomdp_ppl.errors import ObservationError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import (
@@ -256,7 +263,9 @@ class OnlineFilter:
         B, what = self.num_episodes, f"observations['{name}']"
         value = as_tensor(what, given).to(self.model.device)
         axes = value.shape if B == 1 else value.shape[1:]  # a single episode may lack its axis
-        fits = squeezed(axes) == squeezed(spec.shape) and (B == 1 or value.shape[:1] == (B,))
+        fits = without_unit_axes(axes) == without_unit_axes(spec.shape) and (
+            B == 1 or value.shape[:1] == (B,)
+        )
         require(fits, what, list(value.shape), f"shape {[B, *spec.shape]}")
         value = value.reshape(B, *spec.shape)
         require_finite(what, value, flags)

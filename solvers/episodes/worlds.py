@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl.agent import Agent
-from cpomdp_ppl.arrays import as_indices, as_tensor
-from cpomdp_ppl.episodes import Episodes, squeezed
+from cpomdp_ppl.arrays import as_indices, as_tensor, without_unit_axes
+from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import invalid, require
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.rng import seed_for
@@ -262,7 +262,7 @@ def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, 
             continue
         what = f"environment: observation['{name}']"
         value = as_tensor(what, _without_none(observation[name]))
-        fits = squeezed(value.shape) == squeezed(site.shape)
+        fits = without_unit_axes(value.shape) == without_unit_axes(site.shape)
         require(fits, what, list(value.shape), f"shape {list(site.shape)}")
         value = value.reshape(site.shape)
         flags = as_tensor(f"{what[:-2]}_seen']", observation.get(f"{name}_seen", True)).bool()
