@@ -266,7 +266,7 @@ def run(options: Namespace) -> int:
             prior=target.prior,
             num_runs=options.num_runs,
             likelihood=backend,
-            settled=options.settled,
+            stop_at=options.settled,
             seed=results.seed,
             progress=progress_of(options),
         )

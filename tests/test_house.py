@@ -58,7 +58,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
         "solvers.cids.training.fit",
-        "solvers.episodes.algorithm1.run",
         "solvers.regret.decomposition.decompose",
     },
     "names": {

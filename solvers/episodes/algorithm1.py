@@ -2,55 +2,66 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from cpomdp_ppl.errors import (
-    require,
-    require_count,
-    require_model,
-    require_number,
-)
+from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.experiments.fingerprint import describe_model
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import Policy, as_policy
 from cpomdp_ppl.prior import one_prior, stratified
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed, seed_for
-from solvers.cids.estimator import ActorCritic
+from solvers.cids import training
 from solvers.cids.group import alone
 from solvers.cids.priors import DirichletPriors
-from solvers.cids.schedules import Geometric
 from solvers.cids.solution import Solution
 from solvers.episodes.record import Run, RunRecorder
-from solvers.episodes.worlds import EpisodeOutcome, as_world
+from solvers.episodes.resolving import ResolvingWorld
+from solvers.episodes.worlds import as_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.progress import Progress
     from solvers.episodes.worlds import World, WorldLike
 
-    Plays = Callable[[Policy, Backend, Tensor, Tensor, int], EpisodeOutcome]
 
+def algorithm1(
+    world: World,
+    policy: Policy,
+    backend: Backend,
+    recorder: RunRecorder,
+    num_episodes: int,
+    stop_at: float,
+    seed: int,
+) -> Iterator[Run]:
+    """Play the policy for the posterior, update the posterior by what was seen, and begin again.
 
-from solvers.cids.training import _require_functions, fit
+    Args:
+        world: Where R runs meet their contexts.
+        policy: The policy that acts.
+        backend: What computes the contexts' likelihoods.
+        recorder: What is believed and has come of it so far.
+        num_episodes: How many episodes K.
+        stop_at: A run stops when it holds a context more likely than this.
+        seed: Seed of all random numbers.
 
-RESOLVING: dict[str, Any] = {
-    "iterations": 100,
-    "learning_rate": Geometric(5e-3, 3e-4, until=0.6),  # large only while the critic learns alone
-    "temperature": 0.5,
-    "estimator": ActorCritic(random_actions=0.0, exploration=0.0, warm_up=0.5),
-}
-"""How a policy is fitted further to a new posterior, unless the caller knows better."""
+    Yields:
+        The run so far, after every episode.
+    """
+    for k in range(num_episodes):
+        believed = recorder.log_posterior.exp()  # [R, C]
+        rows = (believed.amax(-1) <= stop_at).nonzero()[:, 0]  # the runs that go on
+        if not len(rows):
+            return
+        recorder.update(rows, world.play(policy, backend, rows, believed, seed_for(seed, 1, k)))
+        yield recorder.run()
 
 
 def run(
@@ -62,7 +73,7 @@ def run(
     prior: Sequence[float] | Tensor | None = None,
     num_runs: int | None = None,
     likelihood: str | Backend | None = None,
-    settled: float | None = None,
+    stop_at: float | None = None,
     resolve: bool | Mapping[str, Any] = False,
     seed: int | None = None,
     progress: Progress = True,
@@ -86,26 +97,27 @@ def run(
         num_episodes: How many episodes K.
         solution: A solution of `fit(model, prior="dirichlet")`, whose policy reads the posterior; or any
             policy. Left out, such a solution is fitted first.
-        prior: Over contexts, `[C]`; the model's if left out.
+        prior: Prior over contexts, `[C]`; the model's if left out.
         num_runs: How many runs R, side by side; left out, 1, or as many as `environment` says.
         likelihood: What updates the posterior: a backend or its name; left out, the `default_backend` for the
             model.
-        settled: A run stops when it holds a context more likely than this; left out, never.
+        stop_at: A run stops when it holds a context more likely than this; left out, never.
         resolve: Whether to fit the policy further to every new posterior, run by run, in place of relying
             on what it learned over all priors: True, or settings of `fit` to do it with.
-        seed: Of everything random but environments of your own; left out, fresh entropy is taken. With the
-            same seed, simulated worlds have the same first states and noise whoever acts.
-        progress: Whether to show a progress bar; or a function that is told a line about it now and then.
-        callbacks: Called after every episode with the `Run` so far.
+        seed: Seed of all random numbers, except in environments of your own; left out, fresh entropy is
+            taken. With the same seed, simulated worlds have the same first states and noise whoever acts.
+        progress: Whether to show a progress bar; or a function that is given a line about it now and then.
+        callbacks: Functions that are called after every episode with the `Run` so far.
 
     Raises:
         ValueError: On arguments that make no sense, or an environment that does not answer as it should.
         DegenerateWeightsError: If no context can have produced what was seen.
 
     Example:
+        >>> from solvers import cids
         >>> from cpomdp_ppl.models import LineGrid
         >>> settings = {"likelihood": "exact", "seed": 0, "progress": False}
-        >>> solution = fit(LineGrid(), prior="dirichlet", iterations=5, **settings)
+        >>> solution = cids.fit(LineGrid(), prior="dirichlet", iterations=5, **settings)
         >>> done = run(LineGrid(), "detector left", 3, solution=solution, **settings)
         >>> done.posteriors.shape  # of one run, before and after three episodes
         torch.Size([1, 4, 2])
@@ -114,79 +126,43 @@ def run(
     K = require_count("num_episodes", num_episodes)
     number = None if num_runs is None else require_count("num_runs", num_runs)
     p = one_prior(prior, model)
-    if settled is not None:
-        require_number("settled", settled, "a probability, or None", above=0.0)
-        require(settled < 1, "settled", settled, "a probability, or None")
-    _require_functions(callbacks, "a sequence of functions of the run so far")
+    if stop_at is not None:
+        require_number("stop_at", stop_at, "a probability, or None", above=0.0)
+        require(stop_at < 1, "stop_at", stop_at, "a probability, or None")
+    proper = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
+    require(proper, "callbacks", callbacks, "a sequence of functions of the run so far")
     root = fresh_seed(seed)
     backend = backend_for(model, likelihood)
-    world = as_world(model, environment, number, stratified(p, number or 1, offset=seed_for(root, 0) / 2**32))
+    contexts = stratified(p, number or 1, offset=seed_for(root, 0) / 2**32)
+    world = as_world(model, environment, number, contexts)
     if solution is None:
         ready = DirichletPriors(tuple(p.tolist()))
         with alone():
-            solution = fit(model, prior=ready, likelihood=backend, seed=root, progress=progress)
+            solution = training.fit(model, prior=ready, likelihood=backend, seed=root, progress=progress)
         if not solution.finished:
             raise KeyboardInterrupt
     policy = _as_policy(solution, model)
-    if K > 1 and not resolve and not getattr(policy, "amortised", True):
+    if resolve is not False:
+        world = ResolvingWorld.around(world, model, policy, backend, resolve)
+    elif K > 1 and not getattr(policy, "amortised", True):
         warnings.warn(
             "solution: its policy acts alike whatever the posterior; "
             'fit it with prior="dirichlet", or say resolve=True',
             stacklevel=2,
         )
-    plays: Plays = world.play
-    if resolve is not False:
-        settings = {**RESOLVING, "likelihood": backend, **_settings(resolve)}
-        require(isinstance(policy, nn.Module), "resolve", resolve, "False: the policy has nothing to learn")
-        plays = Resolving(model, world, policy, settings).play
 
-    diary = RunRecorder(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
+    recorder = RunRecorder(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
     shown = bar(progress, K, "Algorithm 1", "episodes")
     try:
-        for k in range(K):
-            believed = diary.log_posterior.exp()  # [R, C]
-            going = believed.amax(-1) <= (math.inf if settled is None else settled)
-            rows = going.nonzero()[:, 0]
-            if not len(rows):
-                break
-            diary.write(rows, plays(policy, backend, rows, believed, seed_for(root, 1, k)))
+        for so_far in algorithm1(world, policy, backend, recorder, K, stop_at or math.inf, root):
             for callback in callbacks:
-                callback(diary.read())
+                callback(so_far)
             shown.update()
     except KeyboardInterrupt:
-        shown.write(f"stopped after {len(diary.lived)} of {K} episodes; these are returned")
+        shown.write(f"stopped after {len(recorder.outcomes)} of {K} episodes; these are returned")
     finally:
         shown.close()
-    return diary.read()
-
-
-class Resolving:
-    """A world in which every run fits its policy further to what it has come to believe, and then plays.
-
-    Args:
-        model: The CPOMDP.
-        world: Where it plays.
-        policy: Where all runs begin.
-        settings: Of `fit`.
-    """
-
-    def __init__(self, model: CPOMDP, world: World, policy: Policy, settings: Mapping[str, Any]) -> None:
-        self.model, self.world, self.settings = model, world, settings
-        self.policies = [copy.deepcopy(policy) for _ in range(world.num_runs)]
-
-    def play(
-        self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int
-    ) -> EpisodeOutcome:
-        """One run after the other; each has a policy of its own in place of the one that is given."""
-        lived = []
-        for row in rows.tolist():
-            settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
-            with alone():
-                solution = fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
-            if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
-                raise KeyboardInterrupt
-            lived.append(self.world.play(solution.policy, backend, rows.new_tensor([row]), prior, seed))
-        return EpisodeOutcome.joined(lived)
+    return recorder.run()
 
 
 def _as_policy(solution: Solution | Policy, model: CPOMDP) -> Policy:
@@ -200,14 +176,3 @@ def _as_policy(solution: Solution | Policy, model: CPOMDP) -> Policy:
         require(theirs[part] == ours[part], "solution", f"one for {part} {theirs[part]}", f"{ours[part]}")
     policy: Policy = solution.policy
     return policy
-
-
-def _settings(resolve: Any) -> dict[str, Any]:
-    """Settings of `fit` that a caller may give for fitting further."""
-    names = set(inspect.signature(fit).parameters) - {"model", "prior", "policy", "checkpoint"}
-    expected = f"True, False, or settings of fit out of {sorted(names)}"
-    require(isinstance(resolve, bool | Mapping), "resolve", resolve, expected)
-    given = dict(resolve) if isinstance(resolve, Mapping) else {}
-    unknown = sorted(map(str, given.keys() - names))
-    require(not unknown, "resolve", unknown, expected)
-    return given

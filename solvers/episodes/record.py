@@ -42,8 +42,8 @@ class Run:
         contexts: The true contexts, `[R]`, if anybody knows them.
         posteriors: `P(C | H_k)` after k = 0 … K episodes, float64 `[R, K + 1, C]`; the first is the prior.
         returns: What each episode earned, float64 `[R, K]`; NaN where nobody said, and in runs that had
-            settled.
-        played: Whether a run played its episode, bool `[R, K]`: those that have settled do not.
+            stopped.
+        played: Whether a run played its episode, bool `[R, K]`: those that have stopped do not.
         episodes: What was done and seen, K batches of those runs that played.
     """
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def information(self) -> Tensor:
-        """What each episode told about the context, in nats, `[R, K]`.
+        """How much each episode revealed about the context, in nats, `[R, K]`.
 
         Where the true contexts are known, `log P(c | H_k) − log P(c | H_{k-1})`, and 0 if the prior excludes
         them; otherwise the fall of the entropy. Either may be negative.
@@ -93,14 +93,14 @@ class Run:
         return self.posteriors.gather(2, c).squeeze(2)
 
     def regret(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Tensor:
-        """How much less each episode earned than an agent expects to that is told the context, `[R, K]`.
+        """How much less each episode earned than an agent who knows the context expects to, `[R, K]`.
 
         Args:
             optima: That agent's expected return in each context, `[C]`, or what
-                `solvers.regret.context_known_values` says of it; left out, that is asked.
+                `solvers.regret.context_known_values` says of it, which is also what is taken if left out.
 
         Raises:
-            ValueError: If contexts are not known, or nobody knows what the told agent earns.
+            ValueError: If contexts are not known, or nobody knows what that agent earns.
         """
         require(self.contexts is not None, "contexts", None, "known contexts, to tell regret from")
         assert self.contexts is not None
@@ -112,7 +112,7 @@ class Run:
         return best.to(self.returns)[self.contexts][:, None] - self.returns
 
     def to_dataset(self, optima: Sequence[float] | Tensor | Optima | None = None) -> xr.Dataset:
-        """All of it as an xarray dataset.
+        """Everything as an xarray dataset.
 
         `probability` and `entropy` are by `episodes_lived`, from 0; `returns`, `information` and, where
         contexts are known, `regret` by `episode`, from 1.
@@ -155,8 +155,8 @@ class Run:
 
         Args:
             chains: How many chains of draws; they differ in the draws alone.
-            draws: How many in each.
-            seed: Of the draws.
+            draws: How many draws each chain has.
+            seed: Seed of the draws.
         """
         M, D = require_count("chains", chains), require_count("draws", draws)
         R, steps, C = self.posteriors.shape
@@ -206,7 +206,7 @@ class Run:
         return xr.Dataset(variables, coordinates)
 
     def plot(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
-        """Cumulative regret, or returns where regret cannot be told, and the posterior: a figure.
+        """A figure of cumulative regret, or of returns where regret is not known, and of the posterior.
 
         Args:
             optima: As for `regret`.
@@ -221,44 +221,44 @@ class RunRecorder:
 
     Args:
         model: The CPOMDP.
-        contexts: The true ones, `[R]`, if known.
+        contexts: The true contexts, `[R]`, if known.
         log_posterior: What is believed before the first episode, `[R, C]`.
 
     Attributes:
         log_posterior: What is believed now, `log P(C | H_k)`, float64 `[R, C]`.
-        lived: What came of every episode so far, with the runs that played it.
+        outcomes: What came of every episode so far, with the runs that played it.
     """
 
     def __init__(self, model: CPOMDP, contexts: Tensor | None, log_posterior: Tensor) -> None:
         self.model, self.contexts = model, contexts
         self.log_posterior = log_posterior
         self.possible = log_posterior > -torch.inf
-        self.lived: list[tuple[Tensor, EpisodeOutcome]] = []
-        self._believed = [log_posterior]
+        self.outcomes: list[tuple[Tensor, EpisodeOutcome]] = []
+        self._log_posteriors = [log_posterior]
 
-    def write(self, rows: Tensor, lived: EpisodeOutcome) -> None:
-        """Bayes' rule for the runs `rows [n]` that played another episode."""
-        joint = self.log_posterior[rows] + lived.log_likelihood
+    def update(self, rows: Tensor, outcome: EpisodeOutcome) -> None:
+        """Apply Bayes' rule to the runs `rows [n]` that played another episode."""
+        joint = self.log_posterior[rows] + outcome.log_likelihood
         updated = log_normalised(joint[:, None]).squeeze(1)
         least = torch.where(self.possible[rows], math.log(UNLIKELY), -torch.inf)
         updated = torch.maximum(updated, least).log_softmax(-1)
         self.log_posterior = self.log_posterior.index_copy(0, rows, updated)
-        self._believed.append(self.log_posterior)
-        self.lived.append((rows, lived))
+        self._log_posteriors.append(self.log_posterior)
+        self.outcomes.append((rows, outcome))
 
-    def read(self) -> Run:
+    def run(self) -> Run:
         """The run so far."""
-        R, K = len(self.log_posterior), len(self.lived)
+        R, K = len(self.log_posterior), len(self.outcomes)
         returns = self.log_posterior.new_full((R, K), math.nan)
         played = torch.zeros(R, K, dtype=torch.bool, device=returns.device)
-        for k, (rows, lived) in enumerate(self.lived):
-            returns[rows, k] = lived.returns.to(returns)
+        for k, (rows, outcome) in enumerate(self.outcomes):
+            returns[rows, k] = outcome.returns.to(returns)
             played[rows, k] = True
         return Run(
             self.model,
             self.contexts,
-            torch.stack(self._believed, 1).exp(),
+            torch.stack(self._log_posteriors, 1).exp(),
             returns,
             played,
-            tuple(lived.episodes for _, lived in self.lived),
+            tuple(outcome.episodes for _, outcome in self.outcomes),
         )

@@ -1,4 +1,4 @@
-"""Where real episodes are lived through: a simulator that keeps its contexts, or whatever a user has."""
+"""Where real episodes take place: in a simulator that keeps its contexts, or in whatever a user has."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class World(Protocol):
     def play(
         self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int
     ) -> EpisodeOutcome:
-        """Live through one more episode.
+        """Play one more episode.
 
         Args:
-            policy: Who acts.
-            backend: What tells the contexts' likelihoods.
+            policy: The policy that acts.
+            backend: What computes the contexts' likelihoods.
             rows: Which of the runs play, `[n]`.
             prior: What every run believes beforehand, `[R, C]`.
-            seed: Of this episode.
+            seed: Seed of this episode.
         """
         ...
 
@@ -104,7 +104,7 @@ class Simulated:
 
     Args:
         model: The CPOMDP.
-        contexts: The true ones, `[R]`.
+        contexts: The true contexts, `[R]`.
     """
 
     model: CPOMDP
@@ -130,7 +130,7 @@ class Simulated:
 
 @dataclass(frozen=True, eq=False)
 class UserEnvironments:
-    """Environments of the user's own, one for each run, played one after the other.
+    """Environments that the user brings, one for each run, played one after the other.
 
     Args:
         model: What the agent believes of them.
@@ -140,7 +140,7 @@ class UserEnvironments:
     model: CPOMDP
     environments: tuple[EnvironmentLike, ...]
     contexts: None = field(default=None, init=False)
-    shown: dict[int, Any] = field(default_factory=dict, init=False)  # contexts that environments let slip
+    revealed: dict[int, Any] = field(default_factory=dict, init=False)  # contexts that environments named
 
     @property
     def num_runs(self) -> int:
@@ -151,23 +151,23 @@ class UserEnvironments:
         self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int
     ) -> EpisodeOutcome:
         """Lead an agent through each of the environments."""
-        lived = []
+        outcomes = []
         for row in rows.tolist():
             agent = Agent(
                 self.model, policy, likelihood=backend, prior=prior[row], seed=seed_for(seed, POLICY, row)
             )
             environment = self.environments[row]
             if isinstance(environment, Environment):
-                earned: Any = self._follow(environment, agent, row)
+                earned: Any = self._lead(environment, agent, row)
             else:
                 earned = environment(agent)
             require(agent.time > 0, "environment", "an episode without a step", "one with at least one")
             returns = torch.tensor([_number(earned, "a function that returns a number, or None")])
-            lived.append(EpisodeOutcome(_lived(agent), agent.filter.log_likelihood, returns.double()))
-        return EpisodeOutcome.joined(lived)
+            outcomes.append(EpisodeOutcome(_as_episode(agent), agent.filter.log_likelihood, returns.double()))
+        return EpisodeOutcome.joined(outcomes)
 
-    def _follow(self, environment: Environment, agent: Agent, row: int) -> float:
-        """Get an agent through an episode of something with `reset` and `step`."""
+    def _lead(self, environment: Environment, agent: Agent, row: int) -> float:
+        """Lead an agent through an episode of something with `reset` and `step`."""
         first = environment.reset()
         if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], Mapping):
             first, info = first  # Gymnasium's pair
@@ -190,20 +190,20 @@ class UserEnvironments:
     def _require_same_context(self, info: Mapping[str, Any], row: int) -> None:
         """An environment that says which context it is in must stay in it."""
         if "context" in info:
-            before = self.shown.setdefault(row, info["context"])
+            before = self.revealed.setdefault(row, info["context"])
             fixed = "an environment that stays in one context: with a prior that is sure of it, for instance"
             same = bool(before == info["context"])
             require(same, "environment", f"context {before}, then {info['context']}", fixed)
 
 
 def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contexts: Tensor) -> World:
-    """Who plays the world.
+    """The world that `run` is asked to play in.
 
     Args:
         model: The CPOMDP.
         environment: As for `cids.run`.
         num_runs: How many runs; None leaves it to `environment`.
-        contexts: What to take if `environment` is None, `[R]`.
+        contexts: The contexts to take if `environment` is None, `[R]`.
     """
     names = model.context_names
     expected = (
@@ -217,9 +217,9 @@ def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contex
     require(len(given) > 0, "environment", environment, expected)
     foreign = [each for each in given if isinstance(each, type | nn.Module) or hasattr(each, "num_envs")]
     require(not foreign, "environment", foreign[:1], expected)
-    lent = [isinstance(each, Environment) or callable(each) for each in given]
-    if any(lent):
-        require(all(lent), "environment", environment, expected)
+    brought = [isinstance(each, Environment) or callable(each) for each in given]
+    if any(brought):
+        require(all(brought), "environment", environment, expected)
         enough = num_runs in (None, len(given))
         require(enough, "num_runs", num_runs, f"{len(given)}, as many as there are environments")
         return UserEnvironments(model, tuple(given))
@@ -232,7 +232,7 @@ def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contex
 
 
 def _number(value: Any, expected: str) -> float:
-    """A number of whatever make; NaN for None."""
+    """Any kind of number as a float; NaN for None."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError) as error:
@@ -240,13 +240,13 @@ def _number(value: Any, expected: str) -> float:
 
 
 def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an environment shows, by the model's sites, and whether it counts.
+    """What an environment shows, by the model's sites, and which of it counts.
 
     Args:
-        model: Whose sites.
-        observation: By site, as the model's program would sample it, with `<site>_seen` if that is there to
-            say what counts; whatever else is in it is ignored. Of a model with one site it may be the bare
-            value. What is None or NaN was not seen.
+        model: The CPOMDP.
+        observation: Values by site, as the model's program would sample them; `<site>_seen`, if it is there,
+            says which of them count, and whatever else there is is ignored. For a model with one site it may
+            be the bare value. What is None or NaN was not seen.
     """
     sites = signature(model).observations
     if observation is None:
@@ -281,7 +281,7 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _lived(agent: Agent) -> Episodes:
+def _as_episode(agent: Agent) -> Episodes:
     """The agent's history as an episode."""
     history = agent.history
     first = history.percepts[0]

@@ -12,6 +12,7 @@ from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.signature import signature
 from solvers import cids
+from solvers.cids import training
 from solvers.cids.estimator import ActorCritic
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.priors import DirichletPriors
@@ -189,7 +190,7 @@ def test_an_environment_may_not_change_its_context():
 def test_a_run_stops_when_it_has_settled():
     model = LineGrid(accuracy=0.95)
     senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    run = cids.run(model, [0, 1] * 10, 8, solution=senses, settled=0.99, **QUICK)
+    run = cids.run(model, [0, 1] * 10, 8, solution=senses, stop_at=0.99, **QUICK)
     assert run.num_episodes < 8  # all of them
     settled = run.posteriors.amax(-1) > 0.99  # [R, K + 1]
     assert torch.equal(run.played, ~settled[:, :-1])
@@ -242,7 +243,7 @@ def test_a_runs_world_does_not_depend_on_who_else_still_plays():
     looks = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
     settings = {"solution": looks, "likelihood": "ekf", "seed": 3, "progress": False}
     all_of_them = cids.run(model, [0, 1] * 3, 4, **settings)
-    some = cids.run(model, [0, 1] * 3, 4, settled=0.6, **settings)
+    some = cids.run(model, [0, 1] * 3, 4, stop_at=0.6, **settings)
     assert not bool(some.played.all())
     for k in range(some.num_episodes):
         rows = some.played[:, k]
@@ -269,7 +270,7 @@ def test_without_a_solution_one_is_fitted_first(monkeypatch):
         asked.update(settings)
         return short(model, iterations=2, batch_size=20, **settings)
 
-    monkeypatch.setattr(cids, "fit", fit)
+    monkeypatch.setattr(training, "fit", fit)
     run = cids.run(model, 0, 2, prior=[0.9, 0.1], **QUICK)
     assert asked["prior"] == DirichletPriors((0.9, 0.1))
     assert run.returns.shape == (1, 2)
@@ -411,8 +412,8 @@ def test_ctrl_c_keeps_what_there_is_and_callbacks_see_it(capsys):
         ({"environment": 2}, "environment: expected a context out of"),
         ({"environment": [0, 5]}, "environment: expected a context out of"),
         ({"environment": [0, 1], "num_runs": 3}, "num_runs: expected 2"),
-        ({"settled": 1.5}, "settled: expected a probability"),
-        ({"settled": "0.9"}, "settled: expected a probability"),
+        ({"stop_at": 1.5}, "stop_at: expected a probability"),
+        ({"stop_at": "0.9"}, "stop_at: expected a probability"),
         ({"callbacks": 3}, "callbacks"),
         ({"callbacks": [3]}, "callbacks"),
         ({"environment": []}, "environment: expected a context out of"),
@@ -470,7 +471,7 @@ def test_a_solution_of_another_model_is_refused():
 def test_runs_that_have_settled_are_not_drawn_as_if_they_had_no_regret():
     model = LineGrid(horizon=4, accuracy=0.7)
     senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    run = cids.run(model, [0, 1] * 10, 6, solution=senses, settled=0.9, **QUICK)
+    run = cids.run(model, [0, 1] * 10, 6, solution=senses, stop_at=0.9, **QUICK)
     left, _ = run.plot().axes
     regret = run.regret()
     assert bool(regret.isnan().any())
