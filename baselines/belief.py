@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inference_scope, rows_observed
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.particle_filter import Cloud
-from cpomdp_ppl.inference.persistence import updated
+from cpomdp_ppl.inference.persistence import Persistent, Track
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import seed_for
 from cpomdp_ppl.state import leaves, map_state
@@ -75,15 +75,11 @@ class Memory:
         seen = as_seen(percept.action, percept.observations, percept.observed, time)
         with inference_scope(model, seed):
             backend = ParticleFilter(self.belief.weights.shape[2])
-            filtering = backend.recursion(model)
+            persistent = Persistent(backend, backend.recursion(model), self.prior)
             belief = map_belief(torch.clone, self.belief)  # a recursion writes into what it is given
-            condition = filtering.look if percept.action is None else filtering.step
-            belief, increment = condition(belief, seen)
-            lived = (*self.lived, seen)
-            belief, total = updated(
-                backend, filtering, belief, self.log_likelihood.T, increment, lived, self.prior
-            )
-        return Memory(belief, self.prior, total.T, lived)
+            take_in = persistent.condition if percept.action is None else persistent.step
+            track, _ = take_in(Track(belief, self.log_likelihood.T, self.lived), seen)
+        return Memory(track.belief, self.prior, track.log_likelihood.T, track.path)
 
     def caught_up(self, model: CPOMDP, history: History, seed: int | None) -> Memory:
         """After the newest percept of a history; as it is, at time 0 of a model that sees nothing there.
@@ -183,5 +179,4 @@ def as_seen(
     action: Tensor | None, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], time: int
 ) -> Observed:
     """A step as filters want it."""
-    (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
-    return Observed(time, action, observations, observed, rows, complete=complete)
+    return Observed.at(time, action, observations, observed)

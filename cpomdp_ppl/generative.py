@@ -11,8 +11,8 @@ import torch
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
-from cpomdp_ppl.inference.drawing import draw
 from cpomdp_ppl.inference.observed import Observed, log_density_of_seen
+from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import map_state

@@ -97,7 +97,6 @@ def test_a_density_for_every_context_is_that_of_the_sensor():
 def test_densities_agree_with_a_filter_of_one_particle(program):
     """Conditioned on the same states, a particle filter weighs by the same densities."""
     from cpomdp_ppl.inference import ParticleFilter
-    from cpomdp_ppl.inference.backend import rows_observed
     from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.state import map_state
 
@@ -111,8 +110,7 @@ def test_densities_agree_with_a_filter_of_one_particle(program):
         C = model.num_contexts
         map_state(lambda kept, leaf: kept.copy_(leaf[None, :, None].expand_as(kept)), cloud.state, step.state)
         percept = step.percept
-        (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in percept.observed.items()})
-        seen = Observed(1, percept.action, percept.observations, percept.observed, rows, complete=complete)
-        _, increment = recursion.look(cloud, seen)
+        seen = Observed.at(1, percept.action, percept.observations, percept.observed)
+        _, increment = recursion.condition(cloud, seen)
     assert found.shape == (B, C)
     torch.testing.assert_close(found.double(), increment.T)

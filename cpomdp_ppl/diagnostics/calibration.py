@@ -14,11 +14,12 @@ from tqdm import tqdm
 from cpomdp_ppl.arrays import are_probabilities, as_tensor, on_the_right
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inference_scope, initial_step, require_same_sites, steps
+from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.persistence import updated
+from cpomdp_ppl.inference.persistence import Persistent, Track
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.rng import isolated, require_seed, seed_for
@@ -590,34 +591,20 @@ class _Chunk:
         Returns:
             The posterior at the end, `[B, C]`, and normalised ranks `[B, K]`, NaN where there was no time.
         """
-        recursion, model, B = self.recursion, self.programs.model, len(self.episodes)
-        belief = recursion.start(B)
-        total = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
-        prior = self.prior.double().expand(B, -1)
-        lived: list[Observed] = []
-        if model.initial_observation:
-            seen = initial_step(self.episodes, self.offset)
-            lived.append(seen)
-            self.compare("observations", self.predicted, belief, total, seen)
-            belief, increment = recursion.look(belief, seen)
-            belief, total = updated(self.backend, recursion, belief, total, increment, lived, prior)
-        for seen in steps(self.episodes, self.offset):
-            lived.append(seen)
-            self.compare("observations", self.predicted, belief, total, seen)
-            belief, increment = recursion.step(belief, seen)
-            belief, total = updated(self.backend, recursion, belief, total, increment, lived, prior)
-            self.compare("states", self.filtered, belief, total, seen)
-        return self.posterior(total, self.episodes.horizon), self.ranks
+        prior = self.prior.double().expand(len(self.episodes), -1)
+        persistent = Persistent(self.backend, self.recursion, prior)
+        for step in scan(persistent, self.episodes, self.offset, allow_lost=True):  # it would have raised
+            self.compare("observations", self.predicted, step.before, step.observed)
+            self.compare("states", self.filtered, step.after, step.observed)
+        return self.posterior(step.after.log_likelihood, self.episodes.horizon), self.ranks
 
-    def compare(
-        self, kind: str, drawn: Callable[..., Iterator[Drawn]], belief: Any, total: Tensor, seen: Observed
-    ) -> None:
+    def compare(self, kind: str, drawn: Callable[..., Iterator[Drawn]], track: Track, seen: Observed) -> None:
         """Rank one kind of quantity, in the episodes whose time it is."""
         due = {what: at == seen.time for what, at in self.times.items() if what[0] == kind}
         rows = torch.cat(list(due.values()), 1).any(1).nonzero()[:, 0]
         if not len(rows):
             return
-        for what, each in zip(due, drawn(belief, total, seen, rows), strict=True):
+        for what, each in zip(due, drawn(track, seen, rows), strict=True):
             found = normalised_ranks(*each)
             self.ranks[what][rows] = torch.where(due[what][rows], found, self.ranks[what][rows])
 
@@ -625,10 +612,10 @@ class _Chunk:
         """`P(c | o_{1:t})` from log-likelihoods `[C, B]`, `[B, C]`."""
         return log_normalised((self.prior.log() + total.T)[:, None], time).squeeze(1).exp()
 
-    def draw(self, belief: Any, total: Tensor, time: int, rows: Tensor) -> tuple[Tensor, State]:
+    def draw(self, track: Track, time: int, rows: Tensor) -> tuple[Tensor, State]:
         """Contexts `[R, M]` and states with leaves `[R, M, …]`, jointly, from the belief in R episodes."""
-        contexts = _draw_contexts(self.posterior(total, time)[rows], self.M)
-        mine = map_belief(lambda tensor: tensor.index_select(1, rows), belief)
+        contexts = _draw_contexts(self.posterior(track.log_likelihood, time)[rows], self.M)
+        mine = map_belief(lambda tensor: tensor.index_select(1, rows), track.belief)
         states = self.recursion.draw(mine, self.M)  # [C, R, M, …]
         r = torch.arange(len(rows), device=rows.device)[:, None]
         m = torch.arange(self.M, device=rows.device)
@@ -637,17 +624,17 @@ class _Chunk:
             lambda leaf, values: values[contexts, r, m].to(leaf.dtype), self.programs.signature.state, states
         )
 
-    def filtered(self, belief: Any, total: Tensor, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
+    def filtered(self, track: Track, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
         """The true `s_t`, and draws from `P(s_t | o_{1:t})`, by leaf."""
-        _, states = self.draw(belief, total, seen.time, rows)
+        _, states = self.draw(track, seen.time, rows)
         true = map_state(lambda leaf: leaf[rows, seen.time], self.episodes.states)
         for (_, draws), (_, truth) in zip(leaves(states), leaves(true), strict=True):
             yield truth.reshape(len(rows), -1), draws.reshape(len(rows), self.M, -1), None
 
-    def predicted(self, belief: Any, total: Tensor, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
+    def predicted(self, track: Track, seen: Observed, rows: Tensor) -> Iterator[Drawn]:
         """What was seen at t + 1, and draws from `P(o_{t+1} | h_t, a_t)`, by site."""
         R, M = len(rows), self.M
-        contexts, states = self.draw(belief, total, seen.time - 1, rows)
+        contexts, states = self.draw(track, seen.time - 1, rows)
         percept = self.next_percept(
             map_state(lambda leaf: leaf.flatten(0, 1), states),
             None if seen.action is None else seen.action[rows].repeat_interleave(M),

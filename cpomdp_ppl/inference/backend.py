@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import (
-    DegenerateWeightsError,
     DensityError,
     ModelError,
     ObservationError,
@@ -22,16 +21,17 @@ from cpomdp_ppl.errors import (
     require_count,
     require_model,
 )
-from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.observed import Observed, axes
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing
+from cpomdp_ppl.inference.time_buffer import TimeBuffer
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature, signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.online import OnlineFilter
@@ -62,8 +62,9 @@ class Recursion(ABC):
         self._given = model if given is None else given
         read = read_signature(model)
         self.signature = replace(read, dependencies=dependencies(model, read))
-        self.own = (1,) * model.max_plate_nesting
-        self.context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *self.own)
+        self.plate_axes = model.max_plate_nesting
+        contexts = torch.arange(model.num_contexts, device=model.device)
+        self.context = contexts.reshape(-1, 1, 1, *[1] * self.plate_axes)
 
     def in_own_types(self, state: Any) -> State:
         """A state in the types of the model as it was given."""
@@ -80,7 +81,7 @@ class Recursion(ABC):
         """The belief about `s_0`."""
 
     @abstractmethod
-    def look(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
+    def condition(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
         """Condition on what was seen, without moving. Returns the belief and the increment `[C, B]`."""
 
     @abstractmethod
@@ -127,8 +128,8 @@ class Recursion(ABC):
         Raises:
             ModelError: If the program returns anything else.
         """
-        reward: Any = self.model.reward(state, axes(action, len(self.own)), self.context)
-        full = (*shape, *self.own)
+        reward: Any = self.model.reward(state, axes(action, self.plate_axes), self.context)
+        full = (*shape, *[1] * self.plate_axes)
         found = f"a {type(reward).__name__}"
         if isinstance(reward, Tensor):
             values: Tensor = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
@@ -186,7 +187,7 @@ class Backend(ABC):
             DegenerateWeightsError: If no context can have produced an episode.
             DensityError: If a program left the reals.
         """
-        return self._run(model, episodes, seed, moments, losing=False)
+        return self._run(model, episodes, seed, moments, allow_lost=False)
 
     def attempt(
         self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
@@ -195,10 +196,10 @@ class Backend(ABC):
 
         Its log-likelihoods are `-inf` under every context; see `Filtering.lost`.
         """
-        return self._run(model, episodes, seed, moments, losing=True)
+        return self._run(model, episodes, seed, moments, allow_lost=True)
 
     def _run(
-        self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, losing: bool
+        self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, allow_lost: bool
     ) -> Filtering:
         require_model(model)
         with inference_scope(model, seed):
@@ -206,10 +207,10 @@ class Backend(ABC):
             require_same_sites(recursion, episodes)
             size = self.episodes_at_once(model, recursion)
             if size >= len(episodes):  # to slice them would be to check them again
-                return fold(recursion, episodes, moments, offset=0, losing=losing)
+                return fold(recursion, episodes, moments, offset=0, allow_lost=allow_lost)
             return Filtering.concatenate(
                 [
-                    fold(recursion, episodes[i : i + size], moments, offset=i, losing=losing)
+                    fold(recursion, episodes[i : i + size], moments, offset=i, allow_lost=allow_lost)
                     for i in range(0, len(episodes), size)
                 ]
             )
@@ -265,173 +266,39 @@ class Backend(ABC):
         return OnlineFilter(self, model, num_episodes, prior=prior, seed=seed)
 
 
-def steps(episodes: Episodes, offset: int) -> Iterator[Observed]:
-    """The steps of a batch, in time."""
-    actions = episodes.actions.unbind(1)
-    observations = {site: value.unbind(1) for site, value in episodes.observations.items()}
-    observed = {site: flags.unbind(1) for site, flags in episodes.observed.items()}
-    shortest = int(episodes.lengths.min())
-    rows, complete = rows_observed({site: flags.movedim(1, 0) for site, flags in episodes.observed.items()})
-    for t in range(episodes.horizon):
-        yield Observed(
-            t + 1,
-            actions[t],
-            {site: value[t] for site, value in observations.items()},
-            {site: flags[t] for site, flags in observed.items()},
-            rows[t],
-            None if t < shortest else t < episodes.lengths,
-            offset,
-            complete=complete[t],
-        )
-
-
-def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """What is to be known of the flags `[T, B, …]` of every time, read all at once.
-
-    Returns:
-        The episodes in which anything was observed, None for all; and whether everything was in all of those.
-    """
-    flags = torch.cat(
-        [each.flatten(2) if each.dim() > 2 else each[..., None] for each in observed.values()], -1
-    )
-    anything = flags.any(-1)  # [T, B]
-    counts = anything.sum(1).tolist()
-    complete = (flags.all(-1) == anything).all(1).tolist()
-    episode = anything.nonzero()[:, 1].split(counts)
-    B = anything.shape[1]
-    return [None if count == B else rows for count, rows in zip(counts, episode, strict=True)], complete
-
-
-def initial_step(episodes: Episodes, offset: int) -> Observed:
-    """What was seen before the first action."""
-    assert episodes.initial_observations is not None
-    assert episodes.initially_observed is not None
-    flags = episodes.initially_observed
-    (rows,), (complete,) = rows_observed({site: seen[None] for site, seen in flags.items()})
-    return Observed(0, None, episodes.initial_observations, flags, rows, None, offset, complete=complete)
-
-
-class TimeBuffer:
-    """What a recursion says at every time, in memory that is taken at once.
-
-    Small tensors that stay, made one by one between large ones that go, would each break a gap that the next
-    large one needs, and the memory of long episodes would grow by a large tensor for every step.
-
-    Args:
-        length: At how many times.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.values: Any = None  # leaves [length, C, B, …]
-
-    def __setitem__(self, t: int, value: Any) -> None:
-        if t == 0:
-            self.values = map_state(lambda leaf: leaf.new_empty((self.length, *leaf.shape)), value)
-        self.values = map_state(lambda kept, leaf: _written(kept, t, leaf), self.values, value)
-
-    def by_episode(self) -> Any:
-        """Leaves `[B, length, C, …]`; None for what the recursion does not know."""
-        return map_state(lambda leaf: leaf.movedim(2, 0), self.values)
-
-
-def _written(kept: Tensor, t: int, leaf: Tensor) -> Tensor:
-    """A series with one more of its terms; of a wider type, if the term is, as `torch.stack` has it."""
-    shape = kept.shape[1:]
-    if leaf.shape != shape:
-        raise ValueError(f"a recursion says {list(leaf.shape)} at step {t}, but {list(shape)} at the first")
-    kept = kept.to(torch.promote_types(kept.dtype, leaf.dtype))
-    kept[t] = leaf
-    return kept
-
-
 def fold(
-    recursion: Recursion, episodes: Episodes, moments: bool, offset: int, losing: bool = False
+    recursion: Recursion, episodes: Episodes, moments: bool, offset: int, allow_lost: bool = False
 ) -> Filtering:
-    """Run a recursion over a batch of episodes; some may be lost, if `losing`."""
-    model, B, T = recursion.model, len(episodes), episodes.horizon
+    """Run a recursion over a batch of episodes; some may be lost, if that is allowed."""
+    T = episodes.horizon
     increments, rewards, ess, resampled = (TimeBuffer(T) for _ in range(4))
     means, variances = TimeBuffer(T + 1), TimeBuffer(T + 1)
-    belief = recursion.start(B)
-    first = torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
-    looks = []
-    if model.initial_observation:
-        seen = initial_step(episodes, offset)
-        belief, first = recursion.look(belief, seen)
-        looks.append((seen, first))
-    if moments:
-        means[0], variances[0] = recursion.moments(belief)
-    for t, seen in enumerate(steps(episodes, offset)):
-        assert seen.action is not None
-        reward = recursion.expected_reward(belief, seen.action)
-        before, (belief, increment) = belief, recursion.step(belief, seen)
-        if seen.alive is not None:
-            belief = where_alive(seen.alive, belief, before)
-            reward = torch.where(seen.alive, reward, 0.0)
-        rewards[t], increments[t] = reward, increment
-        looks.append((seen, increments.values[t]))
+    for step in scan(recursion, episodes, offset, allow_lost=allow_lost):
+        observed, t = step.observed, step.observed.time
+        if observed.action is None:
+            initial_increment = step.increment
+        else:
+            reward = recursion.expected_reward(step.before, observed.action)
+            rewards[t - 1] = reward if observed.alive is None else torch.where(observed.alive, reward, 0.0)
+            increments[t - 1] = step.increment
+            ess[t - 1] = recursion.ess(step.after)
+            resampled[t - 1] = recursion.resampled(step.after, observed)
         if moments:
-            means[t + 1], variances[t + 1] = recursion.moments(belief)
-        ess[t], resampled[t] = recursion.ess(belief), recursion.resampled(belief, seen)
-    require_possible(model, looks, losing)
-    error = recursion.standard_error(belief)
+            means[t], variances[t] = recursion.moments(step.after)
+    error = recursion.standard_error(step.after)
     result = Filtering(
         increments=increments.by_episode(),
-        initial_increment=first.T,
+        initial_increment=initial_increment.T,
         expected_reward=rewards.by_episode(),
-        prior=model.prior(),
+        prior=recursion.model.prior(),
         state_mean=means.by_episode(),
         state_variance=variances.by_episode(),
         ess=ess.by_episode(),
         resampled=resampled.by_episode(),
         standard_error=None if error is None else error.T,
     )
-    _require_finite(model, result, offset)
+    _require_finite(recursion.model, result, offset)
     return result
-
-
-def require_possible(model: CPOMDP, looks: list[tuple[Observed, Tensor]], losing: bool = False) -> None:
-    """Look at all increments at once, and only if something is wrong at one after the other.
-
-    Args:
-        model: Of what.
-        looks: What was seen, with its increments `[C, B]`.
-        losing: Whether an episode may be impossible under every context.
-    """
-    total: Tensor = torch.stack([increment for _, increment in looks]).sum(0)  # [C, B]
-    highest = total.amax(0)
-    if not bool((torch.isfinite(highest) | (losing & (highest == -torch.inf))).all()):
-        total = torch.zeros_like(total)
-        for seen, increment in looks:
-            total = checked(model, total, increment, seen)
-
-
-def checked(model: CPOMDP, total: Tensor, increment: Tensor, seen: Observed) -> Tensor:
-    """Add an increment `[C, B]` to the log-likelihoods, unless it makes no sense."""
-    total = total + increment
-    highest = total.amax(0)  # [B]: NaN wins, and -inf only if every context is impossible
-    if not bool(torch.isfinite(highest).all()):
-        bad = torch.isnan(increment) | (increment == torch.inf)
-        values = ", ".join(f"'{site}'" for site in seen.observations)
-        if bool(bad.any()):
-            c, b = bad.nonzero()[0].tolist()
-            raise DensityError(
-                f"time {seen.time} of episode {seen.episode(b)} in context '{model.context_names[c]}': "
-                f"the density of site {values} is {increment[c, b]}"
-            )
-        b = int((~torch.isfinite(highest)).nonzero()[0])
-        sites = [site for site, flags in seen.observed.items() if bool(flags[b].any())]
-        shown = ", ".join(f"'{site}' = {_plain(seen.observations[site][b])}" for site in sites)
-        raise DegenerateWeightsError(
-            f"time {seen.time} of episode {seen.episode(b)}: no context can have produced site {shown}; "
-            "either the data are not the model's or, in a particle filter, all particles are elsewhere: "
-            "try more of them (`num_particles`)"
-        )
-    return total
-
-
-def _plain(value: Tensor) -> Any:
-    return value.item() if value.numel() == 1 else value.tolist()
 
 
 def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:

@@ -13,8 +13,11 @@ Belief = TypeVar("Belief")
 
 
 def map_belief(function: Callable[..., Any], belief: Belief, *others: Any) -> Belief:
-    """Apply `function` to every tensor of a belief (and of `others`, which have the same structure)."""
-    if belief is None:
+    """Apply `function` to every tensor of a belief (and of `others`, which have the same structure).
+
+    A tuple, for what has no axes `[C, B]`, stays as it is.
+    """
+    if belief is None or isinstance(belief, tuple):
         return belief
     if isinstance(belief, Mapping):
         mapped = {k: map_belief(function, v, *(o[k] for o in others)) for k, v in belief.items()}

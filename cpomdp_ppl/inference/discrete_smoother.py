@@ -7,38 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.inference.backend import checked, initial_step, steps
-from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.finite import DiscreteBelief, DiscreteRecursion
+    from cpomdp_ppl.inference.finite import DiscreteRecursion
 
 CELLS = 2**22
 """Pairs of a trajectory and a state that it may come from handled together."""
-
-
-def filtered(recursion: DiscreteRecursion, episodes: Episodes, offset: int) -> list[DiscreteBelief]:
-    """Filtered beliefs at times 0 … T."""
-    model = recursion.model
-    belief = recursion.start(len(episodes))
-    total = belief.probabilities.new_zeros(model.num_contexts, len(episodes))
-    if model.initial_observation:
-        seen = initial_step(episodes, offset)
-        belief, increment = recursion.look(belief, seen)
-        total = checked(model, total, increment, seen)
-    beliefs = [belief]
-    for seen in steps(episodes, offset):
-        before, (belief, increment) = belief, recursion.step(belief, seen)
-        if seen.alive is not None:
-            belief = where_alive(seen.alive, belief, before)
-        total = checked(model, total, increment, seen)
-        beliefs.append(belief)
-    return beliefs
 
 
 def smooth(recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
@@ -46,7 +26,7 @@ def smooth(recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: i
 
     A point that stands for a cell is drawn first, then a place in the cell; what does not move keeps both.
     """
-    beliefs = filtered(recursion, episodes, offset)
+    beliefs = [step.after for step in scan(recursion, episodes, offset)]  # at times 0 … T
     belief = beliefs[-1]
     index = choose(belief.probabilities, num_trajectories)  # [C, B, M]
     place = recursion.places(index)  # [C, B, M, d]

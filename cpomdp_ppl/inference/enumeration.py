@@ -161,14 +161,14 @@ class Sensible(Messenger):
     def __init__(self, program: str, max_plate_nesting: int) -> None:
         super().__init__()
         self.program = program
-        self.own = max_plate_nesting
+        self.plate_axes = max_plate_nesting
         self.wrong: Tensor | None = None
         self.message = ""
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or is_deterministic(msg) or isinstance(base_of(msg["fn"]), dist.Normal):
             return
-        fn, depth = msg["fn"], ENGINE_AXES + self.own
+        fn, depth = msg["fn"], ENGINE_AXES + self.plate_axes
         for parameter, value, proper in _parameters(base_of(fn)):
             if bool(proper.all()):
                 continue
@@ -179,7 +179,7 @@ class Sensible(Messenger):
             wrong = wrong & mask if isinstance(mask, Tensor) else wrong
             wrong = wrong.reshape((1,) * (depth - wrong.dim()) + wrong.shape)
             wrong = wrong.flatten(0, wrong.dim() - depth - 1).any(0) if wrong.dim() > depth else wrong
-            wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.own else wrong
+            wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.plate_axes else wrong
             self.wrong = wrong if self.wrong is None else self.wrong | wrong
             self.message = self.message or _fault(self.program, msg["name"], fn, parameter, value, proper)
 
@@ -224,7 +224,7 @@ class Enumerated(Messenger):
     def __init__(self, program: str, max_plate_nesting: int, nodes: Nodes | None = None) -> None:
         super().__init__()
         self.program = program
-        self.own = max_plate_nesting
+        self.plate_axes = max_plate_nesting
         self.nodes = nodes
         self.weights = torch.ones((1,) * ENGINE_AXES, dtype=torch.float64)
         self.axes = 0
@@ -297,11 +297,17 @@ class Enumerated(Messenger):
 
     def _plates(self, fn: Any) -> tuple[int, ...]:
         """The program's own plates around a site, `own` axes."""
-        return tuple(((1,) * self.own + tuple(fn.batch_shape))[-self.own :]) if self.own else ()
+        return (
+            tuple(((1,) * self.plate_axes + tuple(fn.batch_shape))[-self.plate_axes :])
+            if self.plate_axes
+            else ()
+        )
 
     def _weigh(self, weights: Tensor) -> None:
         """Multiply by a site's weights `[…, context, episode, particle, *plates]`."""
-        self.weights = self.weights * (weights.flatten(-self.own).prod(-1) if self.own else weights)
+        self.weights = self.weights * (
+            weights.flatten(-self.plate_axes).prod(-1) if self.plate_axes else weights
+        )
 
     def _unsupported(self, fn: Any, name: str, reason: str) -> UnsupportedModelError:
         base = fn.base_dist if isinstance(fn, dist.Independent) else fn

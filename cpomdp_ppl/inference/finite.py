@@ -132,7 +132,7 @@ class DiscreteRecursion(Recursion):
         return DiscreteBelief(self.initial[:, None].expand(-1, num_episodes, -1).contiguous())
 
     @double_precision()
-    def look(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
+    def condition(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
         """Multiply by `p(o | s, a, c)` and normalise."""
         p = belief.probabilities
         increment = p.new_zeros(p.shape[:2])
@@ -150,7 +150,7 @@ class DiscreteRecursion(Recursion):
 
     def _condition(self, p: Tensor, seen: Observed) -> tuple[Tensor, Tensor]:
         """Bayes' rule, except where a state that is possible gives a site parameters that make no sense."""
-        with Sensible("observation", len(self.own)) as sensible:
+        with Sensible("observation", self.plate_axes) as sensible:
             log_likelihood = self.log_likelihood(seen)
         if sensible.wrong is not None:
             wrong = (sensible.wrong & (p > NEGLIGIBLE)).flatten(2).any(-1)  # [C, B]
@@ -171,7 +171,7 @@ class DiscreteRecursion(Recursion):
     def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
         """One observable operator: move, then condition."""
         assert seen.action is not None
-        return self.look(DiscreteBelief(self.predict(belief.probabilities, seen.action)), seen)
+        return self.condition(DiscreteBelief(self.predict(belief.probabilities, seen.action)), seen)
 
     def expected_reward(self, belief: DiscreteBelief, action: Tensor) -> Tensor:
         """`Σ_s p(s) r_c(s, a)`, `[C, B]`."""
@@ -288,11 +288,11 @@ class FiniteRecursion(DiscreteRecursion):
     def _table(self, program: str, shape: tuple[int, int, int]) -> Tensor:
         """Where a program leads to from every state by every action, `[C, A, N, N]`."""
         C, A, N = shape
-        with Enumerated(program, len(self.own)) as enumerated:
+        with Enumerated(program, self.plate_axes) as enumerated:
             if program == "initial":
                 state = self.model.initial(self.context)
             else:
-                actions = axes(torch.arange(A, device=self.model.device), len(self.own))
+                actions = axes(torch.arange(A, device=self.model.device), self.plate_axes)
                 state = self.model.transition(self.states, actions, self.context)
         added = enumerated.weights.shape[: -len(shape)]
         (_, state), *_ = leaves(self.signature.broadcast(state, torch.Size((*added, *shape))))

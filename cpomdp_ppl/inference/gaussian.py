@@ -111,7 +111,7 @@ class Reparameterised(Messenger):
 
     Args:
         program: Name of the program, for messages.
-        own: How many axes belong to the program's own plates.
+        plate_axes: How many axes belong to the program's own plates.
         noise: ε of all sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0, to find
             out how much is needed.
 
@@ -120,10 +120,10 @@ class Reparameterised(Messenger):
         discrete: Names of the discrete sites of an `observation` program, which are drawn.
     """
 
-    def __init__(self, program: str, own: int, noise: Tensor | None = None) -> None:
+    def __init__(self, program: str, plate_axes: int, noise: Tensor | None = None) -> None:
         super().__init__()
         self.program = program
-        self.own = own
+        self.plate_axes = plate_axes
         self.noise = noise
         self.num_noise = 0
         self.discrete: list[str] = []
@@ -134,13 +134,13 @@ class Reparameterised(Messenger):
         if self.program == "observation" and is_discrete(msg):
             self.discrete.append(msg["name"])
             return
-        site = gaussian_site(self.program, msg, self.own)
+        site = gaussian_site(self.program, msg, self.plate_axes)
         if site.scale is None:
             msg["value"] = site.loc
             return
         fn = msg["fn"]
         # What is right of the engine's axes, whether or not the distribution has those.
-        batch = (1,) * (ENGINE_AXES + self.own - len(fn.batch_shape)) + tuple(fn.batch_shape)
+        batch = (1,) * (ENGINE_AXES + self.plate_axes - len(fn.batch_shape)) + tuple(fn.batch_shape)
         shape = batch[ENGINE_AXES:] + tuple(fn.event_shape)
         start, self.num_noise = self.num_noise, self.num_noise + torch.Size(shape).numel()
         if self.noise is None:

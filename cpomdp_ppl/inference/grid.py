@@ -492,9 +492,9 @@ class GridRecursion(DiscreteRecursion):
         if self.coarse is not None and coarse is not None:
             with torch.no_grad():
                 coarse = self.coarse.predict(coarse, seen.action)
-        return self.look(replace(belief, probabilities=predicted, coarse=coarse), seen)
+        return self.condition(replace(belief, probabilities=predicted, coarse=coarse), seen)
 
-    def look(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
+    def condition(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
         """Condition on what was seen.
 
         Raises:
@@ -505,7 +505,7 @@ class GridRecursion(DiscreteRecursion):
         assert isinstance(belief, GridBelief)
         if seen.rows is not None and not len(seen.rows):
             return belief, belief.probabilities.new_zeros(belief.probabilities.shape[:2])
-        posterior, increment = super().look(DiscreteBelief(belief.probabilities), seen)
+        posterior, increment = super().condition(DiscreteBelief(belief.probabilities), seen)
         self._require_inside(posterior.probabilities, seen)
         found = replace(belief, probabilities=posterior.probabilities)
         if self.coarse is not None:
@@ -514,7 +514,7 @@ class GridRecursion(DiscreteRecursion):
             assert belief.error is not None
             with torch.no_grad():
                 self._require_wide(belief, seen)
-                other, roughly = DiscreteRecursion.look(self.coarse, DiscreteBelief(belief.coarse), seen)
+                other, roughly = DiscreteRecursion.condition(self.coarse, DiscreteBelief(belief.coarse), seen)
                 both = torch.stack([increment.detach(), roughly], -1)
                 # Impossible on both is no difference.
                 error = SAFETY * (both[..., 0] - both[..., 1]).abs().nan_to_num(0.0, posinf=torch.inf)
@@ -571,12 +571,12 @@ class GridRecursion(DiscreteRecursion):
         If the context makes no difference, its axis has the length 1.
         """
         P = 1 if x is None else len(x)
-        with Enumerated(program, len(self.own), nodes) as enumerated:
+        with Enumerated(program, self.plate_axes, nodes) as enumerated:
             if x is None:
                 state = self.model.initial(self.context)
             else:
                 state = self.model.transition(
-                    self.as_state(x[None, None]), axes(torch.tensor([a]), len(self.own)), self.context
+                    self.as_state(x[None, None]), axes(torch.tensor([a]), self.plate_axes), self.context
                 )
         added = enumerated.weights.shape[:-ENGINE_AXES]
         C = max(enumerated.weights.shape[-ENGINE_AXES], self._num_contexts(state))

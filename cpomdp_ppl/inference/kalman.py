@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
-from cpomdp_ppl.inference.backend import Backend, Recursion, checked, initial_step, steps
+from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.enumeration import double_precision, drawing, in_double_precision
 from cpomdp_ppl.inference.gaussian import Coordinates, Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.observed import Observed, Scored, axes, hidden_parents, marginalised, unseen
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.weighing import NODES, TOO_FEW, Weighed, in_space, normal_points, on_a_line
 
@@ -185,16 +186,16 @@ class KalmanRecursion(Recursion):
         self.coordinates = Coordinates(model, self.signature)
         points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
         self.normal_points = points.to(model.device, self.coordinates.dtype)
-        own, action = len(self.own), torch.zeros((1, 1, 1, *self.own), dtype=torch.long, device=model.device)
-        with Reparameterised("initial", own) as initial:
+        action = torch.zeros_like(self.context[:1])
+        with Reparameterised("initial", self.plate_axes) as initial:
             state = model.initial(self.context)
         self.initial_noise = max(initial.num_noise, 1)  # a filter needs at least one direction to look in
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
-        with Reparameterised("transition", own) as transition:
+        with Reparameterised("transition", self.plate_axes) as transition:
             state = model.transition(state, action, self.context)
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         self.transition_noise = transition.num_noise
-        with Reparameterised("observation", own) as observation:
+        with Reparameterised("observation", self.plate_axes) as observation:
             model.observation(state, action, self.context)
         self.discrete = observation.discrete
         sites = self.signature.observations
@@ -220,7 +221,7 @@ class KalmanRecursion(Recursion):
         C, E = self.model.num_contexts, self.initial_noise
 
         def initial(noise: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-            with Reparameterised("initial", len(self.own), noise):
+            with Reparameterised("initial", self.plate_axes, noise):
                 return self.coordinates.vector(self.model.initial(self.context), noise.shape[:-1]), None
 
         unit = torch.eye(E, dtype=self.coordinates.dtype, device=self.context.device)
@@ -232,9 +233,9 @@ class KalmanRecursion(Recursion):
     @_precisely
     def moved(self, points: Tensor, noise: Tensor | None, action: Tensor) -> Tensor:
         """The `transition` program as a function of points `[C, B, K, D]` and noise `[C, B, K, E]`."""
-        own = len(self.own)
-        with Reparameterised("transition", own, noise):
-            state = self.model.transition(self.coordinates.state(points), axes(action, own), self.context)
+        action = axes(action, self.plate_axes)
+        with Reparameterised("transition", self.plate_axes, noise):
+            state = self.model.transition(self.coordinates.state(points), action, self.context)
         return self.coordinates.vector(state, points.shape[:-1])
 
     def predict(self, belief: GaussianBelief, action: Tensor) -> tuple[GaussianBelief, Transformed]:
@@ -251,10 +252,10 @@ class KalmanRecursion(Recursion):
         """Predict, then update."""
         assert seen.action is not None
         predicted, _ = self.predict(belief, seen.action)
-        return self.look(predicted, seen)
+        return self.condition(predicted, seen)
 
     @_precisely
-    def look(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
+    def condition(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
         """The Kalman update of the episodes in which anything was observed; others do not change at all."""
         rows = seen.rows
         if rows is None:
@@ -384,7 +385,7 @@ class KalmanRecursion(Recursion):
 
     def log_density_of_discrete(self, points: Tensor, seen: Observed) -> Tensor:
         """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
-        a = None if seen.action is None else axes(seen.action, len(self.own))
+        a = None if seen.action is None else axes(seen.action, self.plate_axes)
         with _Discrete(seen, self.signature, self.discrete) as scored:
             self.model.observation(self.coordinates.state(points), a, self.context)
         assert scored.log_prob is not None
@@ -392,7 +393,7 @@ class KalmanRecursion(Recursion):
 
     def expected(self, points: Tensor, noise: Tensor | None, seen: Observed) -> Expected:
         """The `observation` program as a function of points `[C, B, K, D]`, and of noise of hidden sites."""
-        a = None if seen.action is None else axes(seen.action, len(self.own))
+        a = None if seen.action is None else axes(seen.action, self.plate_axes)
         with self.sensing(seen, self.signature, points.shape[:-1], self.discrete, noise) as sensed:
             self.model.observation(self.coordinates.state(points), a, self.context)
         dtype = self.coordinates.dtype
@@ -532,29 +533,42 @@ class Backward:
         return noisy + product(later - self.ahead[:, :, None], self.gain.mT)
 
 
+class _WayBack:
+    """A recursion that notes how every step of a pass came about.
+
+    Attributes:
+        backwards: The steps so far, in time.
+    """
+
+    def __init__(self, recursion: KalmanRecursion) -> None:
+        self.model = recursion.model
+        self.recursion = recursion
+        self.backwards: list[Backward] = []
+
+    def start(self, num_episodes: int) -> GaussianBelief:
+        return self.recursion.start(num_episodes)
+
+    def condition(self, belief: GaussianBelief, observed: Observed) -> tuple[GaussianBelief, Tensor]:
+        return self.recursion.condition(belief, observed)
+
+    def step(self, belief: GaussianBelief, observed: Observed) -> tuple[GaussianBelief, Tensor]:
+        assert observed.action is not None
+        predicted, moved = self.recursion.predict(belief, observed.action)
+        backward = Backward.through(moved, belief, predicted)
+        if observed.alive is not None:  # an episode that is over stands still
+            backward = where_alive(observed.alive, backward, backward.stood_still())
+        self.backwards.append(backward)
+        return self.recursion.condition(predicted, observed)
+
+
 def forward(
     recursion: KalmanRecursion, episodes: Episodes, offset: int
 ) -> tuple[GaussianBelief, list[Backward]]:
     """Filter, and note the way back. Returns the last belief, in float64, and how each step came about."""
-    belief = recursion.start(len(episodes))
-    total = belief.mean.new_zeros(belief.mean.shape[:2], dtype=torch.float64)
-    if recursion.model.initial_observation:
-        seen = initial_step(episodes, offset)
-        belief, increment = recursion.look(belief, seen)
-        total = checked(recursion.model, total, increment, seen)
-    backwards = []
-    for seen in steps(episodes, offset):
-        assert seen.action is not None
-        predicted, moved = recursion.predict(belief, seen.action)
-        backward = Backward.through(moved, belief, predicted)
-        updated, increment = recursion.look(predicted, seen)
-        if seen.alive is not None:  # an episode that is over stands still
-            backward = where_alive(seen.alive, backward, backward.stood_still())
-            updated = where_alive(seen.alive, updated, belief)
-        belief = updated
-        backwards.append(backward)
-        total = checked(recursion.model, total, increment, seen)
-    return map_belief(torch.Tensor.double, belief), backwards
+    way_back = _WayBack(recursion)
+    for step in scan(way_back, episodes, offset):
+        last = step.after
+    return map_belief(torch.Tensor.double, last), way_back.backwards
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:

@@ -53,6 +53,18 @@ class Observed:
     numbers: Tensor | None = None
     complete: bool = False
 
+    @staticmethod
+    def at(
+        time: int,
+        action: Tensor | None,
+        observations: Mapping[str, Tensor],
+        observed: Mapping[str, Tensor],
+        **others: Any,
+    ) -> Observed:
+        """A step of which it is found out where anything was observed."""
+        (rows,), (complete,) = rows_observed({site: flags[None] for site, flags in observed.items()})
+        return Observed(time, action, observations, observed, rows, complete=complete, **others)
+
     @property
     def everything(self) -> bool:
         """Whether everything is known to have been observed in all of these episodes."""
@@ -77,9 +89,26 @@ class Observed:
         )
 
 
-def axes(tensor: Tensor, own: int = 0) -> Tensor:
-    """`[B]` as `[1, B, 1]`, with `own` further axes: how actions meet `[context, episode, particle]`."""
-    return tensor.reshape(1, -1, 1, *[1] * own)
+def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], list[bool]]:
+    """What is to be known of the flags `[T, B, …]` of every time, read all at once.
+
+    Returns:
+        The episodes in which anything was observed, None for all; and whether everything was in all of those.
+    """
+    flags = torch.cat(
+        [each.flatten(2) if each.dim() > 2 else each[..., None] for each in observed.values()], -1
+    )
+    anything = flags.any(-1)  # [T, B]
+    counts = anything.sum(1).tolist()
+    complete = (flags.all(-1) == anything).all(1).tolist()
+    episode = anything.nonzero()[:, 1].split(counts)
+    B = anything.shape[1]
+    return [None if count == B else rows for count, rows in zip(counts, episode, strict=True)], complete
+
+
+def axes(tensor: Tensor, plate_axes: int = 0) -> Tensor:
+    """`[B]` as `[1, B, 1]`, and 1 for each plate's axis: how actions meet `[context, episode, particle]`."""
+    return tensor.reshape(1, -1, 1, *[1] * plate_axes)
 
 
 def hidden_parents(
@@ -203,7 +232,7 @@ class Scored(Enumerated):
             msg["value"] = torch.where(at_cells.reshape(at_cells.shape + event), value, others)
             log_prob = log_prob + log_prior
         if spec.plates:
-            log_prob = log_prob.flatten(-self.own).sum(-1)
+            log_prob = log_prob.flatten(-self.plate_axes).sum(-1)
         self.log_prob = log_prob if self.log_prob is None else self.log_prob + log_prob
 
     def others(self, name: str, fn: Any, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,19 +274,19 @@ class Scored(Enumerated):
         visible = mask if isinstance(mask, Tensor) else torch.as_tensor(mask)
         if 0 in visible.stride():
             visible = _unexpanded(visible)
-        visible = visible.reshape((1,) * (ENGINE_AXES + self.own - visible.dim()) + visible.shape)
+        visible = visible.reshape((1,) * (ENGINE_AXES + self.plate_axes - visible.dim()) + visible.shape)
         if observed is not None:
             visible = visible | ~observed
         if bool(visible.all()):
             return None
         depends = not self.hidden.isdisjoint(self.signature.dependencies.mask_parents.get(name, ()))
-        B, first = len(self.seen.observed[name]), visible.dim() - ENGINE_AXES - self.own
+        B, first = len(self.seen.observed[name]), visible.dim() - ENGINE_AXES - self.plate_axes
         shown = visible.expand(*visible.shape[: first + 1], B, *visible.shape[first + 2 :])
         if depends:  # along the values of hidden sites, or from particle to particle
             shown = shown.flatten(0, first).any(0)[None].any(2, keepdim=True)
         if bool(shown.all()):
             return visible
-        b = int((~shown).nonzero()[0, shown.dim() - self.own - 2])
+        b = int((~shown).nonzero()[0, shown.dim() - self.plate_axes - 2])
         raise ObservationError(
             f"site '{name}' at time {self.seen.time} of episode {self.seen.episode(b)}: it was observed, "
             "but the program masks it out there"

@@ -24,12 +24,11 @@ from cpomdp_ppl.inference.backend import (
     inference_scope,
     require_real,
     require_real_moments,
-    rows_observed,
 )
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.observed import Observed
-from cpomdp_ppl.inference.persistence import updated
+from cpomdp_ppl.inference.persistence import Persistent
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rollout import blind
@@ -85,18 +84,16 @@ class OnlineFilter:
         require_model(model)
         num_episodes = require_count("num_episodes", num_episodes)
         self.model = model
-        self._backend = backend
         self.num_episodes = num_episodes
         C = model.num_contexts
         p = as_prior(model.prior() if prior is None else prior, C, num_episodes).to(model.device)
         self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
-        self._lived: tuple[Observed, ...] = ()
-        self._total = torch.zeros(C, num_episodes, dtype=torch.float64, device=model.device)
         with inference_scope(model, seed):
             self._recursion = backend.recursion(model)
-            self.belief = self._recursion.start(num_episodes)
+            self._filter = Persistent(backend, self._recursion, self.prior)
+            self._track = self._filter.start(num_episodes)
             self._generator = torch.get_rng_state()
         self.latest = blind(self._recursion.signature, num_episodes, model.device)
 
@@ -132,23 +129,23 @@ class OnlineFilter:
         with inference_scope(self.model, 0):
             torch.set_rng_state(self._generator)
             # A recursion may write into the belief it is given; what was handed out must stay as it was.
-            belief = map_belief(torch.clone, self.belief)
-            act = self._recursion.look if action is None else self._recursion.step
-            belief, increment = act(belief, seen)
-            lived = (seen,) if self._backend.larger() is None else (*self._lived, seen)
-            self.belief, self._total = updated(
-                self._backend, self._recursion, belief, self._total, increment, lived, self.prior
-            )
-            self._lived = lived
+            track = map_belief(torch.clone, self._track)
+            take_in = self._filter.condition if action is None else self._filter.step
+            self._track, _ = take_in(track, seen)
             self._generator = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
         self.time += action is not None
 
     @property
+    def belief(self) -> Any:
+        """The backend's belief about the state, with first axes `[C, B]`."""
+        return self._track.belief
+
+    @property
     def log_likelihood(self) -> Tensor:
         """`log p(o_{1:t} | a_{0:t-1}, c)`, float64 `[B, C]`."""
-        return self._total.T
+        return self._track.log_likelihood.T
 
     @property
     def posterior(self) -> Tensor:
@@ -240,10 +237,9 @@ class OnlineFilter:
                 require(not bool(flag.any()), f"observed['{name}']", True, "False: it is not in observations")
                 value = torch.zeros(self.num_episodes, *spec.shape, dtype=spec.dtype, device=flag.device)
             values[name], flags[name] = value, flag
-        (rows,), (complete,) = rows_observed({name: flag[None] for name, flag in flags.items()})
         time = 0 if action is None else self.time + 1
         actions = None if action is None else self._actions(action)
-        return Observed(time, actions, values, flags, rows, complete=complete)
+        return Observed.at(time, actions, values, flags)
 
     def _flags(self, name: str, spec: ObservationSite, given: Any) -> Tensor:
         """Which values at a site count, bool `[B, *plates]`."""

@@ -12,11 +12,11 @@ from torch import Tensor
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.inference.drawing import draw
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
+from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -216,7 +216,7 @@ class SMC(Recursion):
 
         return map_state(own, self.signature.broadcast(state, S))
 
-    def look(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
+    def condition(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
         """Weight the particles by what was seen; a guide may draw them anew, knowing it."""
         log_ratio = None
         if isinstance(self.proposal, Guided):
@@ -311,7 +311,7 @@ class SMC(Recursion):
         def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
             site = list(self.signature.observations).index(name)
             with RandomStream(seed_for(seed, site)):
-                return self.hidden(name, fn, torch.Size((*S, *self.own)))
+                return self.hidden(name, fn, torch.Size((*S, *[1] * self.plate_axes)))
 
         density = log_density_of_seen(
             self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=SUMMED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.handlers import Recorded
-from cpomdp_ppl.inference.backend import initial_step, require_possible, steps
-from cpomdp_ppl.inference.belief import map_belief, where_alive
+from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.density import log_density, unmasked
-from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.sampling import Drawn
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, trajectories_in_time
 from cpomdp_ppl.state import leaves, map_state
 
@@ -28,57 +28,47 @@ CELLS = 2**22
 """Pairs of trajectory and particle handled together."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A filter's forward pass, kept whole.
+class Genealogy:
+    """A particle filter that notes who descends from whom.
 
     Attributes:
-        clouds: At times 0 … T, before resampling.
         parents: Of every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None if each
             descends from the one of its own number.
-        moves: The steps.
     """
 
-    clouds: list[Cloud]
-    parents: list[Tensor | None]
-    moves: list[Observed]
+    def __init__(self, smc: SMC) -> None:
+        self.model = smc.model
+        self.smc = smc
+        self.parents: list[Tensor | None] = []
 
+    def start(self, num_episodes: int) -> Cloud:
+        """The particles at time 0."""
+        return self.smc.start(num_episodes)
 
-def forward(smc: SMC, episodes: Episodes, offset: int) -> Pass:
-    """Filter, and keep everything."""
-    cloud = smc.start(len(episodes))
-    looks = []
-    if smc.model.initial_observation:
-        seen = initial_step(episodes, offset)
-        cloud, increment = smc.look(cloud, seen)
-        looks.append((seen, increment))
-    clouds, parents, moves = [cloud], [], []
-    for seen in steps(episodes, offset):
-        before = map_belief(torch.clone, cloud)
-        cloud, offspring = smc.resample(cloud, seen.alive)
-        cloud, log_ratio = smc.move(cloud, seen)
-        cloud, increment = smc.reweight(cloud, seen, log_ratio)
-        if seen.alive is not None:
-            cloud = where_alive(seen.alive, cloud, before)
-        clouds[-1] = before
-        clouds.append(cloud)
-        looks.append((seen, increment))
-        moves.append(seen)
-        parents.append(None if offspring is None else offspring.everywhere(cloud.weights.shape))
-    require_possible(smc.model, looks)
-    return Pass(clouds, parents, moves)
+    def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """As the filter."""
+        return self.smc.condition(cloud, observed)
+
+    def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """As the filter."""
+        cloud, offspring = self.smc.resample(map_belief(torch.clone, cloud), observed.alive)
+        self.parents.append(None if offspring is None else offspring.everywhere(cloud.weights.shape))
+        cloud, log_ratio = self.smc.move(cloud, observed)
+        return self.smc.reweight(cloud, observed, log_ratio)
 
 
 def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
     """Draw trajectories from the smoothing distribution of every episode under every context."""
-    record = forward(smc, episodes, offset)
-    method = "backward sampling" if states_are_sites(smc, record) else "genealogy"
-    index = choose(record.clouds[-1].weights, num_trajectories)  # [C, B, M]
-    chosen = [pick(record.clouds[-1].state, index)]
-    for t in reversed(range(len(record.moves))):
-        cloud, seen = record.clouds[t], record.moves[t]
+    genealogy = Genealogy(smc)
+    passed = [(step.after, step.observed) for step in scan(genealogy, episodes, offset)]
+    last, _ = passed[-1]
+    # Clouds at time t, with what was done and seen at t + 1.
+    steps = [(cloud, seen) for (cloud, _), (_, seen) in pairwise(passed)]
+    method = "backward sampling" if states_are_sites(smc, *steps[0]) else "genealogy"
+    index = choose(last.weights, num_trajectories)  # [C, B, M]
+    chosen = [pick(last.state, index)]
+    for (cloud, seen), parent in zip(reversed(steps), reversed(genealogy.parents), strict=True):
         if method == "genealogy":
-            parent = record.parents[t]
             index = index if parent is None else parent.gather(2, index)
         else:
             pieces = torch.arange(num_trajectories).split(max(1, CELLS // cloud.weights.numel()))
@@ -101,17 +91,16 @@ def as_real(values: Tensor) -> Tensor:
     return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
-def states_are_sites(smc: SMC, record: Pass) -> bool:
+def states_are_sites(smc: SMC, cloud: Cloud, seen: Observed) -> bool:
     """Whether every part of the next state is a sample site of `transition`, and every site is one.
 
     Then the transition density is that of the sites. Otherwise the state is some function of them, whose
     density the program does not tell.
     """
-    cloud, seen = record.clouds[0], record.moves[0]
     assert seen.action is not None
     C, B, N = cloud.weights.shape
-    with Drawn((C, B, N), smc.common, len(smc.own)), Recorded() as program:
-        state = smc.model.transition(cloud.state, axes(seen.action, len(smc.own)), smc.context)
+    with Drawn((C, B, N), smc.common, smc.plate_axes), Recorded() as program:
+        state = smc.model.transition(cloud.state, axes(seen.action, smc.plate_axes), smc.context)
     values = [site["value"] for site in program.sites.values()]
     parts = [leaf for _, leaf in leaves(state)]
     return len(values) == len(parts) and all(sum(part is value for part in parts) == 1 for value in values)
@@ -127,8 +116,8 @@ def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Observed) -> Tensor:
         lambda leaf: leaf[:, :, None].expand(C, B, M, *leaf.shape[2:]).flatten(2, 3), cloud.state
     )
     target = map_state(lambda leaf: leaf.repeat_interleave(N, 2), later)
-    with Drawn((C, B, M * N), smc.common, len(smc.own)) as drawn:
-        moved = smc.model.transition(state, axes(seen.action, len(smc.own)), smc.context)
+    with Drawn((C, B, M * N), smc.common, smc.plate_axes) as drawn:
+        moved = smc.model.transition(state, axes(seen.action, smc.plate_axes), smc.context)
     values = {
         name: dict(leaves(target))[leaf]
         for name, (_, value) in drawn.sites.items()
@@ -136,7 +125,7 @@ def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Observed) -> Tensor:
         if part is value
     }
     with poutine.condition(data=values), Recorded() as program:
-        smc.model.transition(state, axes(seen.action, len(smc.own)), smc.context)
+        smc.model.transition(state, axes(seen.action, smc.plate_axes), smc.context)
     density = torch.zeros((), device=cloud.weights.device)
     for name, site in program.sites.items():
         log_prob = log_density(unmasked(site["fn"]), values[name])

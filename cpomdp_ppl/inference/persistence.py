@@ -7,15 +7,17 @@ without bias.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import DegenerateWeightsError
-from cpomdp_ppl.inference.backend import checked, initial_step, require_possible, rows_observed, steps
+from cpomdp_ppl.inference.observed import Observed, rows_observed
 from cpomdp_ppl.inference.particle_filter import SMC
+from cpomdp_ppl.inference.scan import added, observed_in_time, require_possible, steps_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend, Recursion
     from cpomdp_ppl.inference.filtering import Filtering
-    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
@@ -88,7 +89,8 @@ def filtered(
         again = larger.attempt(model, episodes[rows], seed=seed, moments=moments)
         found, larger = found.with_rows(rows, again), larger.larger()
     if bool(found.lost(prior).any()):
-        require_possible(model, _looks(model, episodes, found))
+        increments = torch.cat([found.initial_increment[:, None], found.increments], 1)  # [B, T + 1, C]
+        require_possible(model, list(observed_in_time(episodes)), increments.permute(1, 2, 0))
     return found
 
 
@@ -104,69 +106,98 @@ def smoothed(
     return persistently(backend, lambda each: each.smooth(model, episodes, num_trajectories, seed=seed))
 
 
-def _looks(model: CPOMDP, episodes: Episodes, found: Filtering) -> list[tuple[Observed, Tensor]]:
-    """What was seen in time, and what every context makes of it, `[C, B]`."""
-    looks = list(zip(steps(episodes, 0), found.increments.movedim(1, 0).mT, strict=True))
-    first = [(initial_step(episodes, 0), found.initial_increment.T)] if model.initial_observation else []
-    return [*first, *looks]
+@dataclass(frozen=True)
+class Track:
+    """What a filter that does not give up has come to.
+
+    Attributes:
+        belief: The backend's belief about the state, with first axes `[C, B]`.
+        log_likelihood: Of everything observed so far, float64 `[C, B]`.
+        path: All steps so far, should it be necessary to go through them again; else the last one alone.
+    """
+
+    belief: Any
+    log_likelihood: Tensor
+    path: tuple[Observed, ...] = ()
 
 
-def updated(
-    backend: Backend,
-    recursion: Recursion,
-    belief: Any,
-    total: Tensor,
-    increment: Tensor,
-    lived: Sequence[Observed],
-    prior: Tensor,
-) -> tuple[Any, Tensor]:
-    """A belief and its log-likelihoods `[C, B]` after a step. To be called inside `inference_scope`.
+class Persistent:
+    """A filter that begins again, with more particles, in episodes whose particles have all died.
 
-    Episodes that have just lost all particles are filtered again from their start, with more of them, of
-    which as many are drawn as there were.
+    Of those more, as many are drawn as there were. Its beliefs are `Track`s. To be made and used inside
+    `inference_scope`.
 
     Args:
         backend: Which filter.
         recursion: It, at work.
-        belief: After the step.
-        total: Log-likelihoods before the step.
-        increment: Of the step.
-        lived: All steps so far, with this one.
         prior: Over contexts, `[B, C]`: those that it excludes cannot save an episode.
-
-    Raises:
-        DegenerateWeightsError: If no context can have produced an episode, however many particles.
     """
-    model, larger = recursion.model, backend.larger()
-    after = total + increment
-    lost = (prior.T.log() + after).amax(0) == -torch.inf
-    if larger is None or not isinstance(recursion, SMC) or not bool(lost.any()):
-        return belief, checked(model, total, increment, lived[-1])
-    rows, number = lost.nonzero()[:, 0], recursion.N
-    path, p = [_some(seen, rows) for seen in lived], prior[rows]
-    try:
-        states, again = persistently(larger, lambda each: _replayed(each.recursion(model), path, p, number))
-    except DegenerateWeightsError:  # of a prior that is too sure, the posterior will tell
-        return belief, checked(model, total, increment, lived[-1])
-    return recursion.with_rows(belief, rows, states), after.index_copy(1, rows, again)
+
+    def __init__(self, backend: Backend, recursion: Recursion, prior: Tensor) -> None:
+        self.model = recursion.model
+        self.recursion = recursion
+        self._larger = backend.larger() if isinstance(recursion, SMC) else None
+        self._prior = prior
+
+    def start(self, num_episodes: int) -> Track:
+        """Before anything was observed."""
+        belief = self.recursion.start(num_episodes)
+        C, device = self.model.num_contexts, self.model.device
+        return Track(belief, torch.zeros(C, num_episodes, dtype=torch.float64, device=device))
+
+    def condition(self, track: Track, observed: Observed) -> tuple[Track, Tensor]:
+        """Condition on what was observed, without moving.
+
+        Raises:
+            DegenerateWeightsError: If no context can have produced an episode, however many particles.
+        """
+        return self._extended(track, observed, *self.recursion.condition(track.belief, observed))
+
+    def step(self, track: Track, observed: Observed) -> tuple[Track, Tensor]:
+        """Move by the action, then condition on what was observed; errors are those of `condition`."""
+        return self._extended(track, observed, *self.recursion.step(track.belief, observed))
+
+    def _extended(
+        self, track: Track, observed: Observed, belief: Any, increment: Tensor
+    ) -> tuple[Track, Tensor]:
+        before = track.log_likelihood
+        path = (observed,) if self._larger is None else (*track.path, observed)
+        after = before + increment  # [C, B]
+        lost = (self._prior.T.log() + after).amax(0) == -torch.inf
+        if self._larger is not None and bool(lost.any()):
+            rows = lost.nonzero()[:, 0]
+            with suppress(DegenerateWeightsError):  # of a prior that is too sure, the posterior will tell
+                belief, again = self._begun_again(belief, path, rows)
+                after = after.index_copy(1, rows, again)
+                gained = torch.where(before == -torch.inf, -torch.inf, after - before)
+                return Track(belief, after, path), gained
+        return Track(belief, added(self.model, before, increment, observed), path), increment
+
+    def _begun_again(self, belief: Any, path: tuple[Observed, ...], rows: Tensor) -> tuple[Any, Tensor]:
+        """The belief, with the episodes `rows` filtered anew, and log-likelihoods of those, `[C, R]`."""
+        assert self._larger is not None
+        assert isinstance(self.recursion, SMC)
+        N, prior, part = self.recursion.N, self._prior[rows], [_some(observed, rows) for observed in path]
+        states, total = persistently(
+            self._larger, lambda each: _replayed(each.recursion(self.model), part, prior, N)
+        )
+        return self.recursion.with_rows(belief, rows, states), total
 
 
 def _replayed(
     recursion: Recursion, path: Sequence[Observed], prior: Tensor, num_draws: int
 ) -> tuple[State, Tensor]:
     """Draws from the belief after a path, leaves `[C, B, M, …]`, and its log-likelihoods `[C, B]`."""
-    model, log_prior = recursion.model, prior.T.log()
-    belief, total = recursion.start(len(prior)), torch.zeros_like(log_prior)
-    for seen in path:
-        act = recursion.look if seen.action is None else recursion.step
-        belief, increment = act(belief, seen)
-        checked(model, log_prior + total, increment, seen)
-        total = total + increment
-    return recursion.draw(belief, num_draws), total
+    log_prior = prior.T.log()
+    total = torch.zeros_like(log_prior)
+    for step in steps_through(recursion, path, len(prior)):
+        added(recursion.model, log_prior + total, step.increment, step.observed)
+        total = total + step.increment
+    return recursion.draw(step.after, num_draws), total
 
 
-def _some(seen: Observed, rows: Tensor) -> Observed:
+def _some(observed: Observed, rows: Tensor) -> Observed:
     """A step of some episodes, in which perhaps nothing was observed."""
-    some = seen.select(rows)
+    some = observed.select(rows)
     (known,), (complete,) = rows_observed({site: flags[None] for site, flags in some.observed.items()})
     return replace(some, rows=known, complete=complete)

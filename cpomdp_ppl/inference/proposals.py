@@ -11,9 +11,9 @@ from torch import Tensor
 from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.density import log_density, unmasked
-from cpomdp_ppl.inference.drawing import Drawn
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed, block_diagonal
 from cpomdp_ppl.inference.observed import Observed, axes
+from cpomdp_ppl.inference.sampling import Drawn
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -54,19 +54,19 @@ class Bootstrap:
     """
 
     def __init__(self, recursion: Recursion, common: bool) -> None:
-        self.model, self.context, self.own = recursion.model, recursion.context, len(recursion.own)
+        self.model, self.context, self.plate_axes = recursion.model, recursion.context, recursion.plate_axes
         self.common = common
 
     def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, None]:
         """Draw from `initial`."""
-        with Drawn(shape, self.common, self.own):
+        with Drawn(shape, self.common, self.plate_axes):
             return self.model.initial(self.context), None
 
     def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, None]:
         """Draw from `transition`."""
         assert seen.action is not None
-        with Drawn(shape, self.common, self.own):
-            return self.model.transition(state, axes(seen.action, self.own), self.context), None
+        with Drawn(shape, self.common, self.plate_axes):
+            return self.model.transition(state, axes(seen.action, self.plate_axes), self.context), None
 
 
 class Guided(Bootstrap):
@@ -85,14 +85,14 @@ class Guided(Bootstrap):
     def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
         """Draw from the guide's `transition`."""
         assert seen.action is not None
-        return self._propose(shape, seen, "transition", (state, axes(seen.action, self.own)))
+        return self._propose(shape, seen, "transition", (state, axes(seen.action, self.plate_axes)))
 
     def _propose(
         self, shape: torch.Size, seen: Observed, program: str, given: tuple[Any, ...]
     ) -> tuple[Any, Any]:
         observations = {site: _at_particles(value) for site, value in seen.observations.items()}
         observed = {site: _at_particles(flags) for site, flags in seen.observed.items()}
-        with Drawn(shape, self.common, self.own) as proposed:
+        with Drawn(shape, self.common, self.plate_axes) as proposed:
             getattr(self.guide, program)(*given, self.context, observations, observed)
         values = {name: value for name, (_, value) in proposed.sites.items()}
         with poutine.condition(data=values), Recorded() as target:
@@ -123,13 +123,15 @@ class LookAhead(Bootstrap):
     def __init__(self, recursion: Recursion, common: bool) -> None:
         super().__init__(recursion, common)
         self.signature = recursion.signature
-        zero = torch.zeros((1, 1, 1, *recursion.own), dtype=torch.long, device=self.context.device)
-        with Reparameterised("initial", self.own):
+        zero = torch.zeros(
+            (1, 1, 1, *[1] * recursion.plate_axes), dtype=torch.long, device=self.context.device
+        )
+        with Reparameterised("initial", self.plate_axes):
             state = self.model.initial(self.context)
         state = self.signature.broadcast(state, torch.Size((self.model.num_contexts, 1, 1)))
-        with Reparameterised("transition", self.own) as transition:
+        with Reparameterised("transition", self.plate_axes) as transition:
             state = self.model.transition(state, zero, self.context)
-        with Reparameterised("observation", self.own) as observation:
+        with Reparameterised("observation", self.plate_axes) as observation:
             self.model.observation(state, zero, self.context)
         self.num_noise = transition.num_noise
         self.discrete = observation.discrete  # has no say in where to look
@@ -147,8 +149,8 @@ class LookAhead(Bootstrap):
         noise = mean + (root @ xi[..., None]).squeeze(-1)
         log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         log_ratio = 0.5 * (xi.square() - noise.square()).sum(-1) + log_det
-        with Reparameterised("transition", self.own, noise):
-            moved = self.model.transition(state, axes(seen.action, self.own), self.context)
+        with Reparameterised("transition", self.plate_axes, noise):
+            moved = self.model.transition(state, axes(seen.action, self.plate_axes), self.context)
         return moved, log_ratio
 
     def _posterior(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Tensor, Tensor]:
@@ -183,12 +185,12 @@ class LookAhead(Bootstrap):
         assert seen.action is not None
         C, B, N = shape
         m, E = self.num_values, self.num_noise
-        batch, action = torch.Size((C, B, N * m)), axes(seen.action, self.own)
+        batch, action = torch.Size((C, B, N * m)), axes(seen.action, self.plate_axes)
         repeated = map_state(lambda leaf: leaf.repeat_interleave(m, 2), state)
         first = next(leaf for _, leaf in leaves(state))
         with torch.enable_grad():
             noise = torch.zeros((*batch, E), dtype=first.dtype, device=first.device, requires_grad=True)
-            with Reparameterised("transition", self.own, noise):
+            with Reparameterised("transition", self.plate_axes, noise):
                 moved = self.model.transition(repeated, action, self.context)
             with _LookedAt(seen, self.signature, batch, self.discrete) as sensed:
                 self.model.observation(self.signature.broadcast(moved, batch), action, self.context)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError, require_model
-from cpomdp_ppl.inference.backend import inference_scope, initial_step, steps
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
 from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.gaussian import Reparameterised
 from cpomdp_ppl.inference.grid import BEHIND, GridFilter
 from cpomdp_ppl.inference.observed import log_density_of_seen
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
+from cpomdp_ppl.inference.scan import observed_in_time
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rollout import simulate
@@ -158,7 +159,7 @@ def _is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
 
 def _starts_straight(recursion: KalmanRecursion) -> bool:
     """Whether the first state is a linear function of noise."""
-    C, E, own = recursion.model.num_contexts, recursion.initial_noise, len(recursion.own)
+    C, E, own = recursion.model.num_contexts, recursion.initial_noise, recursion.plate_axes
     noise = _lines(torch.randn(2, C, 1, 64, E, dtype=recursion.coordinates.dtype))
     with Reparameterised("initial", own, noise):
         state = recursion.model.initial(recursion.context)
@@ -171,8 +172,9 @@ def _goes_straight(recursion: KalmanRecursion, episodes: Episodes) -> bool:
     shape = torch.Size((B, episodes.horizon + 1))
     x = recursion.coordinates.vector(episodes.states, shape)  # [B, T + 1, D]
     K, E = x.shape[1], recursion.transition_noise
-    looks = [initial_step(episodes, 0)] if model.initial_observation else []
-    for seen in [*looks, *steps(episodes, 0)]:
+    for seen in observed_in_time(episodes):
+        if not seen.observations:
+            continue
         # Lines through two states of the simulation, whichever, and on beyond one of them.
         pairs = x[torch.randint(B, (2, B, K)), torch.randint(K, (2, B, K))]  # [2, B, K, D]
         if seen.action is not None:

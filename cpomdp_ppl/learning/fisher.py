@@ -23,10 +23,10 @@ from torch.distributions import constraints
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, invalid
 from cpomdp_ppl.handlers import base_of, is_deterministic
 from cpomdp_ppl.inference.density import log_density
-from cpomdp_ppl.inference.drawing import Drawn, draw
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.particle_filter import SMC, Cloud, Offspring
 from cpomdp_ppl.inference.proposals import Bootstrap
+from cpomdp_ppl.inference.sampling import Drawn, draw
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -118,15 +118,15 @@ class Held(Bootstrap):
 
     def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, Any]:
         """Draw from `initial`; the score of the draws is their log-ratio."""
-        with _Fixed(shape, self.common, self.own) as drawn:
+        with _Fixed(shape, self.common, self.plate_axes) as drawn:
             state = self.model.initial(self.context)
         return state, drawn.score(shape)
 
     def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
         """Draw from `transition`, likewise."""
         assert seen.action is not None
-        with _Fixed(shape, self.common, self.own) as drawn:
-            state = self.model.transition(state, axes(seen.action, self.own), self.context)
+        with _Fixed(shape, self.common, self.plate_axes) as drawn:
+            state = self.model.transition(state, axes(seen.action, self.plate_axes), self.context)
         return state, drawn.score(shape)
 
 

@@ -14,15 +14,9 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, require
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.backend import (
-    inference_scope,
-    initial_step,
-    require_possible,
-    require_same_sites,
-    steps,
-)
-from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
 from cpomdp_ppl.inference.enumeration import double_precision, in_double_precision
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.learning.differentiable import differentiable, episodes_with_graph
 from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants
 from cpomdp_ppl.rng import isolated, seed_for
@@ -217,20 +211,8 @@ def log_likelihoods(recursion: Recursion, episodes: Episodes, offset: int = 0) -
         DegenerateWeightsError: If no context can have produced an episode.
         DensityError: If a density is not a number.
     """
-    belief = recursion.start(len(episodes))
-    looks = []
-    if recursion.model.initial_observation:
-        seen = initial_step(episodes, offset)
-        belief, increment = recursion.look(belief, seen)
-        looks.append((seen, increment))
-    for seen in steps(episodes, offset):
-        before, (belief, increment) = belief, recursion.step(belief, seen)
-        if seen.alive is not None:
-            belief = where_alive(seen.alive, belief, before)
-        looks.append((seen, increment))
-    with torch.no_grad():
-        require_possible(recursion.model, looks)
-    return torch.stack([increment for _, increment in looks]).sum(0).T
+    increments = [step.increment for step in scan(recursion, episodes, offset) if step.observed.observations]
+    return torch.stack(increments).sum(0).T
 
 
 def marginal(per_context: Tensor, log_prior: Tensor, known: Tensor | None, offset: int = 0) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import rows_observed
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.state import map_state
@@ -56,9 +55,8 @@ def expected_information(
     after = torch.empty(B * A * K, dtype=torch.float64, device=device)
     for some in torch.arange(B * A * K, device=device).split(backend.episodes_at_once(model, recursion)):
         flags = {site: seen[some] for site, seen in percept.observed.items()}
-        (rows,), (complete,) = rows_observed({site: seen[None] for site, seen in flags.items()})
         values = {site: value[some] for site, value in percept.observations.items()}
-        seen = Observed(1, action[some], values, flags, rows, complete=complete)
+        seen = Observed.at(1, action[some], values, flags)
         copies = map_belief(lambda leaf, some=some: leaf[:, episode[some]], belief)
         _, increment = recursion.step(copies, seen)  # [C, some]
         joint = log_posterior[episode[some]] + increment.T

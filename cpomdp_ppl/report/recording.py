@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.inference.backend import inference_scope, initial_step, steps
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.finite import DiscreteBelief
-from cpomdp_ppl.inference.persistence import updated
+from cpomdp_ppl.inference.persistence import Persistent
+from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.report.lookahead import expected_information
@@ -222,26 +223,24 @@ def record(
     rewards, told, log_posterior = [], [], []
     with inference_scope(model, seeds[1]):
         recursion = backend.recursion(model)
-        belief = recursion.start(B)
+        persistent = Persistent(backend, recursion, p.expand(B, C))
         # What is drawn for show has a stream of its own: the filter does what it would do without.
         show = RandomStream(seeds[2])
-        total = torch.zeros(C, B, dtype=torch.float64, device=model.device)
-        lived = []
-        if model.initial_observation:
-            lived.append(initial_step(episodes, 0))
-            belief, increment = recursion.look(belief, lived[0])
-            belief, total = updated(backend, recursion, belief, total, increment, lived, p.expand(B, C))
-
-        def note(time: int) -> Tensor:
-            after = log_normalised((p.log() + total.T)[:, None], time).squeeze(1)  # [B, C]
-            log_posterior.append(after)
+        every = torch.arange(model.num_actions, device=model.device)
+        steps = tqdm(
+            scan(persistent, episodes, allow_lost=True),  # the filter would have raised
+            total=episodes.horizon + 1,
+            disable=not progress,
+            desc="recording",
+        )
+        for step in steps:
+            belief, total, time = step.after.belief, step.after.log_likelihood, step.observed.time
+            now = log_normalised((p.log() + total.T)[:, None], time).squeeze(1)  # [B, C]
+            log_posterior.append(now)
             with show:
                 sketch.add(recursion, belief)
-            return after
-
-        now = note(0)
-        every = torch.arange(model.num_actions, device=model.device)
-        for seen in tqdm(steps(episodes, 0), total=episodes.horizon, disable=not progress, desc="recording"):
+            if time == episodes.horizon:
+                continue
             by_context = torch.stack(
                 [recursion.expected_reward(belief, a.expand(B)).T for a in every], 1
             )  # [B, A, C]
@@ -250,10 +249,6 @@ def record(
             rewards.append(torch.where(weight > 0, weight * by_context, 0.0).sum(-1))
             with show:
                 told.append(expected_information(backend, recursion, belief, now, num_outcomes))
-            lived.append(seen)
-            belief, increment = recursion.step(belief, seen)
-            belief, total = updated(backend, recursion, belief, total, increment, lived, p.expand(B, C))
-            now = note(seen.time)
     return Recording(
         type(model).__name__,
         model.context_names,

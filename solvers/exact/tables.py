@@ -192,7 +192,7 @@ def _outcomes(
 ) -> Outcomes:
     """Run the observation program for all values of its sites, and sum over those that are not seen."""
     (C, N), A = recursion.initial.shape, 1 if actions is None else len(actions)
-    own = len(recursion.own)
+    own = recursion.plate_axes
     a = None if actions is None else axes(actions, own)
     with _Few(own, C * A * N) as enumerated, Recorded() as program:
         recursion.model.observation(recursion.states, a, recursion.context)

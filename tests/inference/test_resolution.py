@@ -15,7 +15,8 @@ from scipy import stats
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, evaluate, simulate
 from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelError
 from cpomdp_ppl.inference import GridFilter, ParticleFilter, reference_backend
-from cpomdp_ppl.inference.backend import inference_scope, steps
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.scan import scan
 
 TOLERANCE = GridFilter().tolerance
 
@@ -123,11 +124,8 @@ def test_errors_are_smaller_than_estimated(process, sensor, points):
     episodes = simulate(model, RandomPolicy(1), 16, contexts="balanced", seed=0)
     with inference_scope(model):
         recursion = GridFilter(points, tolerance=1e9).recursion(model)
-        belief = recursion.start(16)
-        total = torch.zeros(2, 16, dtype=torch.float64)
-        for seen in steps(episodes, 0):
-            belief, increment = recursion.step(belief, seen)
-            total += increment
+        steps = list(scan(recursion, episodes))
+    total, belief = sum(step.increment for step in steps), steps[-1].after
     true = episodes.contexts, torch.arange(16)
     error = np.abs(total[true].numpy() - kalman(model, episodes)[true[::-1]])
     estimated = belief.error[true].numpy()

@@ -20,9 +20,9 @@ from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import fixed_actions
+from tests.inference.test_finite import Random, paths, random_episodes
 from tests.inference.test_grid import LINE, PLANE
 from tests.inference.test_kalman import FILTERS, LinearGaussian, as_vectors, ragged, rounds_of
-from tests.inference.test_finite import Random, paths, random_episodes
 from tests.inference.test_online import ONLINE, at
 from tests.programs import EyesOpen, Plates, Walk
 

@@ -1,0 +1,204 @@
+"""The forward pass of a filter over recorded episodes: all that filters a batch goes through `scan`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError
+from cpomdp_ppl.inference.belief import where_alive
+from cpomdp_ppl.inference.observed import Observed, rows_observed
+from cpomdp_ppl.inference.time_buffer import TimeBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.model import CPOMDP
+
+
+class Stepping(Protocol):
+    """What `scan` needs of a recursion; see `cpomdp_ppl.inference.backend.Recursion`."""
+
+    model: CPOMDP
+
+    def start(self, num_episodes: int) -> Any:
+        """The belief about `s_0`."""
+        ...
+
+    def condition(self, belief: Any, observed: Observed) -> tuple[Any, Tensor]:
+        """Condition on what was observed, without moving. Returns the belief and the increment `[C, B]`."""
+        ...
+
+    def step(self, belief: Any, observed: Observed) -> tuple[Any, Tensor]:
+        """Move by the action, then condition on what was observed. Returns belief and increment `[C, B]`."""
+        ...
+
+
+class FilterStep:
+    """One time of a forward pass: a belief, what was observed, and what the belief becomes.
+
+    The filter takes the step when `after` or `increment` is first asked for, or when the pass goes on. What a
+    consumer draws from `before` until then comes before the filter's own random numbers.
+
+    Args:
+        recursion: The filter at work.
+        before: The belief before the step.
+        observed: What was done and observed.
+        num_episodes: In how many episodes B.
+
+    Attributes:
+        before: The belief before the step.
+        observed: What was done and observed; at time 0 of models without an initial observation, nothing.
+    """
+
+    def __init__(self, recursion: Stepping, before: Any, observed: Observed, num_episodes: int) -> None:
+        self._recursion = recursion
+        self.before = before
+        self.observed = observed
+        self._num_episodes = num_episodes
+
+    @property
+    def after(self) -> Any:
+        """The belief after the step; episodes that are over keep theirs."""
+        return self._outcome[0]
+
+    @property
+    def increment(self) -> Tensor:
+        """`log p(o_t | h_{t-1}, a_{t-1}, c)`, float64 `[C, B]`; zero for episodes that are over."""
+        return self._outcome[1]
+
+    @cached_property
+    def _outcome(self) -> tuple[Any, Tensor]:
+        recursion, observed = self._recursion, self.observed
+        if observed.action is not None:
+            after, increment = recursion.step(self.before, observed)
+        elif observed.observations:
+            after, increment = recursion.condition(self.before, observed)
+        else:
+            model, B = recursion.model, self._num_episodes
+            return self.before, torch.zeros(model.num_contexts, B, dtype=torch.float64, device=model.device)
+        if observed.alive is not None:
+            after = where_alive(observed.alive, after, self.before)
+        return after, increment
+
+
+def scan(
+    recursion: Stepping, episodes: Episodes, offset: int = 0, *, allow_lost: bool = False
+) -> Iterator[FilterStep]:
+    """Filter a batch of episodes: the steps to times 0 … T, one after the other.
+
+    The first is the initial observation; for models without one, nothing is observed, and nothing changes.
+
+    Args:
+        recursion: The filter at work.
+        episodes: What was done and observed, in B episodes.
+        offset: Number of the first of these episodes, for messages.
+        allow_lost: Whether an episode may be impossible under every context.
+
+    Raises:
+        DegenerateWeightsError: If no context can have produced an episode, at the end of the pass.
+        DensityError: If a density is not a number, likewise.
+    """
+    times = list(observed_in_time(episodes, offset))
+    increments = TimeBuffer(len(times))
+    for t, step in enumerate(steps_through(recursion, times, len(episodes))):
+        yield step
+        increments[t] = step.increment.detach()
+    require_possible(recursion.model, times, increments.values, allow_lost=allow_lost)
+
+
+def steps_through(recursion: Stepping, times: Iterable[Observed], num_episodes: int) -> Iterator[FilterStep]:
+    """The steps of a filter through what was observed in B episodes, possible or not."""
+    belief = recursion.start(num_episodes)
+    for observed in times:
+        step = FilterStep(recursion, belief, observed, num_episodes)
+        yield step
+        belief = step.after
+
+
+def observed_in_time(episodes: Episodes, offset: int = 0) -> Iterator[Observed]:
+    """What was done and observed in a batch of episodes, at times 0 … T."""
+    yield _observed_first(episodes, offset)
+    actions = episodes.actions.unbind(1)
+    observations = {site: value.unbind(1) for site, value in episodes.observations.items()}
+    observed = {site: flags.unbind(1) for site, flags in episodes.observed.items()}
+    shortest = int(episodes.lengths.min())
+    rows, complete = rows_observed({site: flags.movedim(1, 0) for site, flags in episodes.observed.items()})
+    for t in range(episodes.horizon):
+        yield Observed(
+            t + 1,
+            actions[t],
+            {site: value[t] for site, value in observations.items()},
+            {site: flags[t] for site, flags in observed.items()},
+            rows[t],
+            None if t < shortest else t < episodes.lengths,
+            offset,
+            complete=complete[t],
+        )
+
+
+def _observed_first(episodes: Episodes, offset: int) -> Observed:
+    """What was observed before the first action."""
+    values, flags = episodes.initial_observations, episodes.initially_observed
+    if values is None or flags is None:
+        return Observed(0, None, {}, {}, torch.arange(0, device=episodes.device), None, offset)
+    return Observed.at(0, None, values, flags, offset=offset)
+
+
+def require_possible(
+    model: CPOMDP, times: Sequence[Observed], increments: Tensor, *, allow_lost: bool = False
+) -> None:
+    """Raise unless every episode is possible, looking at single times only if something is wrong.
+
+    Args:
+        model: The CPOMDP.
+        times: What was observed at each time.
+        increments: What every context makes of that, `[times, C, B]`.
+        allow_lost: Whether an episode may be impossible under every context.
+
+    Raises:
+        DegenerateWeightsError: If no context can have produced an episode.
+        DensityError: If a density is not a number.
+    """
+    highest = increments.sum(0).amax(0)  # [B]
+    if not bool((torch.isfinite(highest) | (allow_lost & (highest == -torch.inf))).all()):
+        total = torch.zeros_like(increments[0])
+        for observed, increment in zip(times, increments, strict=True):
+            total = added(model, total, increment, observed)
+
+
+def added(model: CPOMDP, total: Tensor, increment: Tensor, observed: Observed) -> Tensor:
+    """Log-likelihoods `[C, B]` with the increment of one step.
+
+    Raises:
+        DegenerateWeightsError: If no context can have produced what was observed.
+        DensityError: If a density is not a number.
+    """
+    total = total + increment
+    highest = total.amax(0)  # [B]: NaN wins, and -inf only if every context is impossible
+    if not bool(torch.isfinite(highest).all()):
+        bad = torch.isnan(increment) | (increment == torch.inf)
+        values = ", ".join(f"'{site}'" for site in observed.observations)
+        if bool(bad.any()):
+            c, b = bad.nonzero()[0].tolist()
+            raise DensityError(
+                f"time {observed.time} of episode {observed.episode(b)} in context "
+                f"'{model.context_names[c]}': the density of site {values} is {increment[c, b]}"
+            )
+        b = int((~torch.isfinite(highest)).nonzero()[0])
+        sites = [site for site, flags in observed.observed.items() if bool(flags[b].any())]
+        shown = ", ".join(f"'{site}' = {_plain(observed.observations[site][b])}" for site in sites)
+        raise DegenerateWeightsError(
+            f"time {observed.time} of episode {observed.episode(b)}: no context can have produced site "
+            f"{shown}; either the data are not the model's or, in a particle filter, all particles are "
+            "elsewhere: try more of them (`num_particles`)"
+        )
+    return total
+
+
+def _plain(value: Tensor) -> Any:
+    return value.item() if value.numel() == 1 else value.tolist()
