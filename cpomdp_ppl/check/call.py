@@ -1,0 +1,80 @@
+"""One call of one of a model's programs on a small batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.poutine as poutine
+import torch
+
+from cpomdp_ppl.handlers import Batched, Recorded
+from cpomdp_ppl.state import map_state
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl.model import CPOMDP
+
+Sites = dict[str, Any]
+"""Pyro's messages of the sample sites that a program visited, by name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one program on a batch `[context, episode, particle]`.
+
+    Attributes:
+        model: Whose program.
+        program: Name of the method.
+        state: Its first argument, or None for `initial`.
+        action: `[1, episode or 1, 1]`, or None.
+        context: `[C, 1, 1]`.
+        shape: The batch, S.
+        when: On which occasion, in words that can end a sentence: " for action 'left'".
+    """
+
+    model: CPOMDP
+    program: str
+    state: Any
+    action: Tensor | None
+    context: Tensor
+    shape: tuple[int, int, int]
+    when: str = ""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Copies of the arguments, which a program may spoil."""
+        context = self.context.clone()
+        if self.program == "initial":
+            return (context,)
+        action = None if self.action is None else self.action.clone()
+        return map_state(torch.clone, self.state), action, context
+
+    def run(
+        self, values: dict[str, Tensor] | None = None, arguments: tuple[Any, ...] | None = None
+    ) -> tuple[Any, Sites]:
+        """Result and sites; with `values`, sites take these instead of being drawn."""
+        with (
+            poutine.condition(data=values or {}),
+            Batched(self.shape, self.model.max_plate_nesting),
+            Recorded() as seen,
+        ):
+            return getattr(self.model, self.program)(*(arguments or self.arguments())), seen.sites
+
+    def at(self, c: int, e: int, n: int) -> Call:
+        """The same call for one cell of the batch."""
+        action = self.action
+        if action is not None and action.shape[1] > 1:
+            action = action[:, e : e + 1]
+        state = None if self.state is None else map_state(lambda leaf: cell(leaf, c, e, n), self.state)
+        context = self.context[c : c + 1]
+        return Call(self.model, self.program, state, action, context, (1, 1, 1), self.when)
+
+    def full_shape(self) -> tuple[int, ...]:
+        """The batch, and an axis of size 1 for each of the programs' plates."""
+        return (*self.shape, *[1] * self.model.max_plate_nesting)
+
+
+def cell(tensor: Tensor, c: int, e: int, n: int) -> Tensor:
+    """One cell of `[C, E, N, …]`, with its axes kept."""
+    return tensor[c : c + 1, e : e + 1, n : n + 1]

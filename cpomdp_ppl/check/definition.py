@@ -1,0 +1,63 @@
+"""Whether a model has all its attributes and methods, and whether they make sense. Runs no program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.arrays import are_probabilities
+from cpomdp_ppl.check.faults import first_line
+from cpomdp_ppl.errors import as_integer
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+
+
+def definition_faults(model: CPOMDP) -> list[str]:
+    """One sentence for whatever is missing or makes no sense among a model's attributes and methods."""
+    faults = []
+    for program in ("initial", "transition", "observation", "reward"):
+        if getattr(getattr(model, program), "__isabstractmethod__", False):
+            faults.append(f"{program}: this method is missing")
+    for name in ("contexts", "actions"):
+        value = getattr(model, name, None)
+        number = as_integer(value)
+        if value is None:
+            faults.append(f"{name}: this attribute is missing; give names, or how many there are")
+        elif number is not None:
+            if number < 1:
+                faults.append(f"{name}: expected names or a positive number, got {value!r}")
+        elif not _are_names(value):
+            faults.append(f"{name}: expected a sequence of names or a positive number, got {value!r}")
+        elif len(set(value)) < len(value):
+            faults.append(f"{name}: expected different names, got {tuple(value)!r}")
+    horizon = getattr(model, "horizon", None)
+    if (as_integer(horizon) or 0) < 1:
+        faults.append(f"horizon: expected a positive number of steps, got {horizon!r}")
+    if model.states is not None and (as_integer(model.states) or 0) < 1:
+        faults.append(f"states: expected None or a positive number of states, got {model.states!r}")
+    nesting = as_integer(model.max_plate_nesting)
+    if nesting is None or nesting < 0:
+        faults.append(f"max_plate_nesting: expected a number of axes, got {model.max_plate_nesting!r}")
+    for name in model._pyro_samples:  # it would be drawn anew for every program, and not by episode
+        faults.append(f"{name}: a PyroSample is not a constant; sample it in a program, as part of the state")
+    return faults or list(_prior_faults(model))
+
+
+def _are_names(value: Any) -> bool:
+    proper = isinstance(value, Sequence) and not isinstance(value, str)
+    return proper and len(value) > 0 and all(isinstance(entry, str) for entry in value)
+
+
+def _prior_faults(model: CPOMDP) -> Iterator[str]:
+    try:
+        prior = model.prior()
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = getattr(model, "context_prior", None)
+        yield f"context_prior: expected probabilities, got {given!r} ({first_line(error)})"
+        return
+    if prior.shape != (model.num_contexts,):
+        expected = f"shape [{model.num_contexts}], one for each context"
+        yield f"context_prior: expected {expected}, got {list(prior.shape)}"
+    elif not are_probabilities(prior):
+        yield f"context_prior: expected non-negative probabilities that sum to 1, got {prior.tolist()}"

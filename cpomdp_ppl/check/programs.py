@@ -1,0 +1,192 @@
+"""Running a model's programs on small batches, for every context and action, to see whether they work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.check.call import Call, Sites
+from cpomdp_ppl.check.faults import Faults, first_line
+from cpomdp_ppl.check.purity import try_call
+from cpomdp_ppl.check.results import (
+    check_finite_reward,
+    check_masks,
+    check_names,
+    check_reward,
+    check_site,
+    check_sites_agree,
+    checked_state,
+)
+from cpomdp_ppl.dataflow import dependencies
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.handlers import Batched
+from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.state import leaves
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+
+PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+"""Sizes of trial batches, which the axes of a program are unlikely to have, too."""
+
+MAX_STEPS = 200
+"""How many steps a trial episode is followed."""
+
+
+def program_faults(model: CPOMDP) -> list[str]:
+    """Run every program on small batches, for every context and action, and say what is wrong."""
+    faults = Faults()
+    with isolated(0, validate=True), torch.no_grad(), poutine.block(), model.running():
+        for name in model._pyro_params:
+            getattr(model, name)  # takes its value from the param store now, so as not to change later
+        _check_programs(model, faults)
+    if not faults.found:
+        try:
+            with isolated(0):
+                dependencies(model, read_signature(model))
+        except UnsupportedModelError as error:
+            faults.found["observation", "hidden"] = str(error)
+        except Exception as error:
+            faults.report("observation", "flow", f"cannot be followed: {type(error).__name__}: {error}")
+    return list(faults.found.values())
+
+
+def _check_programs(model: CPOMDP, faults: Faults) -> None:
+    C, A = model.num_contexts, model.num_actions
+    template = _first_state(model)
+    E, N = _trial_sizes(model, template)
+    S = (C, E, N)
+    plate_axes = (1,) * model.max_plate_nesting
+    context = torch.arange(C, device=model.device).reshape(C, 1, 1, *plate_axes)
+
+    call = Call(model, "initial", None, None, context, S)
+    initial = try_call(call, faults)
+    if initial is None or not _is_state(template, faults):
+        return
+    state = checked_state(call, initial[0], template, faults)
+    if state is None:
+        return
+
+    actions = {
+        f" for action '{name}'": torch.full((1, 1, 1, *plate_axes), a, device=model.device)
+        for a, name in enumerate(model.action_names)
+    }
+    mixed = (torch.arange(E, device=model.device) % A).reshape(1, E, 1, *plate_axes)
+    actions[" for a batch of different actions"] = mixed
+    observed: dict[str, tuple[str, ...]] = {}
+    for when, action in actions.items():
+        reward_call = Call(model, "reward", state, action, context, S, when)
+        reward = try_call(reward_call, faults)
+        if reward is not None:
+            check_reward(reward_call, *reward, faults)
+        call = Call(model, "transition", state, action, context, S, when)
+        moved = try_call(call, faults)
+        after = None if moved is None else checked_state(call, moved[0], template, faults)
+        # If there is nowhere to go, look around at the start.
+        call = Call(model, "observation", state if after is None else after, action, context, S, when)
+        sites = _check_observation(call, faults)
+        if sites is not None:
+            observed[when] = tuple(sites)
+            latents = set() if moved is None else set(moved[1])
+            check_names(model, set(initial[1]), latents, set(sites), faults)
+    if model.initial_observation:
+        when = " before the first action"
+        sites = _check_observation(Call(model, "observation", state, None, context, S, when), faults)
+        if sites is not None:
+            observed[when] = tuple(sites)
+    check_sites_agree(observed, faults)
+    _check_episodes(model, state, template, context, S, faults)
+
+
+def _check_observation(call: Call, faults: Faults) -> Sites | None:
+    """Run an observation program, and look at its masks; returns its sites, or None if it did not run."""
+    seen = try_call(call, faults)
+    if seen is None:
+        return None
+    check_masks(call, seen[1], faults)
+    return seen[1]
+
+
+def _first_state(model: CPOMDP) -> Any:
+    """The first state without a batch, so that its axes are known for certain; or the exception raised."""
+    zero = torch.zeros((1,) * model.max_plate_nesting, dtype=torch.long, device=model.device)
+    try:
+        with Batched((), model.max_plate_nesting):
+            return model.initial(zero)
+    except Exception as error:  # whatever a user's program may raise
+        return error
+
+
+def _is_state(template: Any, faults: Faults) -> bool:
+    if isinstance(template, Exception):
+        what = f"works in a batch but not for a single episode ({first_line(template)})"
+        faults.report("initial", "alone", what)
+        return False
+    for name, leaf in leaves(template):
+        if not isinstance(leaf, Tensor):
+            kind = type(leaf).__name__
+            faults.report("initial", "type", f"'{name}' is a {kind}; a state is a tensor or a dict of them")
+            return False
+    return True
+
+
+def _trial_sizes(model: CPOMDP, template: Any) -> tuple[int, int]:
+    """Numbers of episodes and particles that no other axis has, with episodes enough for every action."""
+    lengths = {model.num_contexts, model.num_actions}
+    lengths |= {size for _, leaf in leaves(template) for size in getattr(leaf, "shape", ())}
+    try:
+        sites = read_signature(model).observations.values()
+        lengths |= {size for site in sites for size in site.shape}
+    except Exception:  # reported when the programs are checked
+        pass
+    sizes = (prime for prime in PRIMES if prime not in lengths)
+    N = next(sizes, 47)
+    E = next((prime for prime in sizes if prime > model.num_actions), model.num_actions + 1)
+    return E, N
+
+
+def _check_episodes(
+    model: CPOMDP, state: Any, template: Any, context: Tensor, S: tuple[int, int, int], faults: Faults
+) -> None:
+    """Follow episodes of random actions, to find what goes wrong only later.
+
+    A program with a known fault is not looked at again.
+    """
+    plate_axes = (1,) * model.max_plate_nesting
+    moves = Faults() if faults.has("transition") else faults
+    for t in range(min(model.horizon, MAX_STEPS)):
+        action = torch.randint(model.num_actions, (1, S[1], 1, *plate_axes), device=model.device)
+        now, later = (f" at time {time} of an episode of random actions" for time in (t, t + 1))
+        if not faults.has("reward"):
+            call = Call(model, "reward", state, action, context, S, now)
+            reward = _run_later(call, faults)
+            if reward is not None:
+                check_finite_reward(call, reward[0], faults)
+        call = Call(model, "transition", state, action, context, S, later)
+        moved = _run_later(call, moves)
+        if moved is None:
+            return
+        state = checked_state(call, moved[0], template, moves)
+        if state is None:
+            return
+        if not faults.has("observation"):
+            call = Call(model, "observation", state, action, context, S, later)
+            seen = _run_later(call, faults)
+            if seen is not None:
+                check_masks(call, seen[1], faults)
+
+
+def _run_later(call: Call, faults: Faults) -> tuple[Any, Sites] | None:
+    """Run a call in the course of an episode, and look at its sites; None if it raises."""
+    try:
+        result, sites = call.run()
+    except Exception as error:
+        faults.report(call.program, "later", f"raises{call.when} {first_line(error)}")
+        return None
+    for name, site in sites.items():
+        check_site(call, name, site, faults)
+    return result, sites
