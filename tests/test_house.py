@@ -41,10 +41,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.learning.likelihood: cpomdp_ppl.inference.enumeration:double_precision",
         "cpomdp_ppl.learning.likelihood: cpomdp_ppl.inference.enumeration:in_double_precision",
         "cpomdp_ppl.report.recording: cpomdp_ppl.inference.finite:DiscreteBelief",
-        "solvers.exact.tables: cpomdp_ppl.inference.enumeration:Enumerated",
-        "solvers.exact.tables: cpomdp_ppl.inference.enumeration:double_precision",
-        "solvers.exact.tables: cpomdp_ppl.inference.enumeration:drawing",
-        "solvers.exact.tables: cpomdp_ppl.inference.finite:FiniteRecursion",
     },
     "layers": {
         "cpomdp_ppl.generative -> cpomdp_ppl.inference",
@@ -202,6 +198,7 @@ PUBLIC_INFERENCE = {
 }
 EXTENDS_INFERENCE = {
     "cpomdp_ppl.learning.differentiable": "overrides steps of recursions by ones that gradients pass through",
+    "solvers.exact.tables": "enumerates programs as the exact filter does, and all that may be observed",
     "cpomdp_ppl.learning.fisher": "is a particle filter that carries scores along",
 }
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from solvers.exact.tables import Finite, Indices, Reals, row_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Keys: TypeAlias = NDArray[np.uint64]
 
@@ -103,7 +103,51 @@ def condition(predicted: Reals, likelihood: Reals) -> tuple[Reals, Reals]:
     return np.where(held, joint / np.where(held, P[..., None, None], 1.0), predicted), P
 
 
-def first_layer(tables: Finite, prior: Reals, most: int) -> tuple[Layer, Indices, Reals]:
+@dataclass(frozen=True, eq=False)
+class Reachable:
+    """All beliefs that can be reached from a prior, whatever is done.
+
+    Attributes:
+        layers: The beliefs by time, T layers.
+        first: The belief after each outcome at time 0, `[K]`; -1 for what cannot happen.
+        first_probabilities: How likely the agent holds each of these outcomes, `[K]`.
+        successors: The belief after each belief and outcome, (T - 1) × `[n, K]`; -1 for what cannot happen.
+        probabilities: How likely the agent holds each of these outcomes, (T - 1) × `[n, K]`.
+    """
+
+    layers: tuple[Layer, ...]
+    first: Indices
+    first_probabilities: Reals
+    successors: tuple[Indices, ...]
+    probabilities: tuple[Reals, ...]
+
+
+def reachable(tables: Finite, prior: Reals, horizon: int, most: int, step: Callable[[], object]) -> Reachable:
+    """Go through all beliefs, layer by layer.
+
+    Args:
+        tables: The model's tables.
+        prior: Prior over contexts, `[C]`.
+        horizon: How many layers T there are.
+        most: How many beliefs a layer may have.
+        step: A function that is called after every layer.
+
+    Raises:
+        TooManyBeliefsError: If a layer has more beliefs.
+    """
+    layer, first, first_probabilities = _first_layer(tables, prior, most)
+    layers, successors, probabilities = [layer], [], []
+    step()
+    for t in range(1, horizon):
+        layer, following, P = _next_layer(tables, layer, t, most)
+        layers.append(layer)
+        successors.append(following)
+        probabilities.append(P)
+        step()
+    return Reachable(tuple(layers), first, first_probabilities, tuple(successors), tuple(probabilities))
+
+
+def _first_layer(tables: Finite, prior: Reals, most: int) -> tuple[Layer, Indices, Reals]:
     """The beliefs at time 0, which of them follows on what, `[K]`, and how likely that is, `[K]`."""
     predicted = (prior[:, None] * tables.initial)[None, None]  # [1, 1, C, N]
     likelihood = tables.before.likelihood
@@ -115,7 +159,7 @@ def first_layer(tables: Finite, prior: Reals, most: int) -> tuple[Layer, Indices
     return layer, _numbers(known, keys, met)[0], P[0]
 
 
-def next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer, Indices, Reals]:
+def _next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer, Indices, Reals]:
     """The beliefs at time t, which of them follows on what, `[n, K]`, and how likely that is, `[n, K]`."""
     after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
     distinct, collected, evidence = _Distinct(t, most), [], []

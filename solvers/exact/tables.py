@@ -18,10 +18,11 @@ from cpomdp_ppl.inference.enumeration import Enumerated, double_precision, drawi
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.observed import axes
 from cpomdp_ppl.policy import Percept
+from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.signature import signature
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.signature import ObservationSite
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
 Reals: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 
-CELLS = 2**24
-"""Values of all sites, in every context, after every action and in every state: no more are enumerated."""
+MAX_CELLS = 2**24
+"""How many values of all sites, in every context, after every action and in every state, are enumerated."""
 
-DECIMALS = 9  # of observed values: numbers that a program computes from states differ by rounding
-NEAR = 1e-4  # and single precision, in which episodes are drawn, differs from double by more
+DECIMALS = 9
+"""Decimals to which observed values agree: numbers that a program computes from states differ by rounding."""
+
+ROUNDING = 1e-4
+"""Relative difference between single precision, in which episodes are drawn, and double."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ class Finite:
 
     Attributes:
         sites: The observation sites.
-        prior: The model's own, `[C]`.
+        prior: The model's prior over contexts, `[C]`.
         initial: `P(s_0 | c)`, `[C, N]`.
         transition: `P(s' | s, a, c)`, `[C, A, N, N]`.
         rewards: `r_c(s, a)`, `[C, A, N]`.
@@ -93,6 +97,13 @@ class Finite:
         moved = np.matmul(p.transpose(1, 0, 2), by_context)  # [C, n, A × N]
         return np.ascontiguousarray(moved.reshape(C, n, A, N).transpose(1, 2, 0, 3))
 
+    def prior_or(self, prior: Sequence[float] | Tensor | None, model: CPOMDP) -> Reals:
+        """A prior over contexts `[C]`, checked; the model's if there is none."""
+        if prior is None:
+            return self.prior
+        given: Reals = one_prior(prior, model).detach().cpu().numpy()
+        return given
+
     def numbers(self, percept: Percept, time: int) -> Indices:
         """Which outcome each of B episodes met, `[B]`.
 
@@ -108,7 +119,7 @@ class Finite:
             rows, candidates = np.flatnonzero(taken == a), np.flatnonzero(known.action == a)
             symbols = torch.as_tensor(known.symbols[candidates])
             distance, nearest = torch.cdist(found[rows], symbols, p=torch.inf).min(1)
-            strange = distance > NEAR * (1 + found[rows].abs().amax(1))
+            strange = distance > ROUNDING * (1 + found[rows].abs().amax(1))
             if bool(strange.any()):
                 b = rows[int(strange.nonzero()[0])]
                 seen = {site: values[b].tolist() for site, values in percept.observations.items()}
@@ -167,8 +178,8 @@ def finite(model: CPOMDP) -> Finite:
     )
 
 
-class _Few(Enumerated):
-    """As `Enumerated`, but refuses to go through more than a program's `CELLS`, naming the site."""
+class _LimitedEnumeration(Enumerated):
+    """As `Enumerated`, but refuses to go through more than `MAX_CELLS` values, naming the site."""
 
     def __init__(self, max_plate_nesting: int, cells: int) -> None:
         super().__init__("observation", max_plate_nesting)
@@ -182,7 +193,7 @@ class _Few(Enumerated):
         independent = fn.event_dim - base.event_dim
         many = size ** math.prod((*self._plates(fn), *fn.event_shape[:independent]))
         self.cells *= many
-        if self.cells > CELLS:
+        if self.cells > MAX_CELLS:
             raise self._unsupported(fn, name, f"takes {many} values together, too many to go through all")
         return super()._enumerated(fn, base, name)
 
@@ -194,7 +205,7 @@ def _outcomes(
     (C, N), A = recursion.initial.shape, 1 if actions is None else len(actions)
     own = recursion.plate_axes
     a = None if actions is None else axes(actions, own)
-    with _Few(own, C * A * N) as enumerated, Recorded() as program:
+    with _LimitedEnumeration(own, C * A * N) as enumerated, Recorded() as program:
         recursion.model.observation(recursion.states, a, recursion.context)
     if program.sites.keys() != sites.keys():
         when = "before the first action" if actions is None else "after it"
