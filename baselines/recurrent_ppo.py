@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from baselines.learned import Learned
 from cpomdp_ppl.errors import require_count, require_model
-from cpomdp_ppl.gym import CPOMDPVectorEnv, Encoding
+from cpomdp_ppl.gym import CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import isolated
 
@@ -173,7 +173,7 @@ class RecurrentPolicy:
     """
 
     def __init__(self, model: CPOMDP, learner: RecurrentPPO) -> None:
-        self.encoding = Encoding(model, flat=True)
+        self.encoding = SpaceEncoding(model, flat=True)
         self.learner = learner
         self.network = learner.policy
 

@@ -13,7 +13,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
 from cpomdp_ppl import Episodes, ModelError, Percept, simulate
-from cpomdp_ppl.gym import LARGEST, CPOMDPEnv, CPOMDPVectorEnv, Encoding
+from cpomdp_ppl.gym import CPOMDPEnv, CPOMDPVectorEnv, SpaceEncoding
+from cpomdp_ppl.gym.encoding import LARGEST
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
@@ -218,7 +219,7 @@ def percept(action, **sites):
 
 
 def test_the_flat_vector():
-    encoding = Encoding(LineGrid(), flat=True)
+    encoding = SpaceEncoding(LineGrid(), flat=True)
     assert encoding.encode(percept(None, side=None), 0).tolist() == [[0, 0, 0, 1, 0, 0, 0]]
     seen = encoding.encode(percept(2, side=1.0), 5)
     assert seen.tolist() == [[0, 0, 1, 0, 0.5, 1, 1]]
@@ -237,7 +238,7 @@ def test_the_flat_vector_says_nothing_of_what_was_not_seen():
 
 
 def test_numbers_too_large_for_float32_stay_in_the_space():
-    encoding = Encoding(LightDark())
+    encoding = SpaceEncoding(LightDark())
     huge = torch.tensor([1e300], dtype=torch.float64)
     encoded = encoding.encode(Percept(None, {"z": huge}, {"z": torch.tensor([True])}), 0)
     assert encoded["z"] == LARGEST
