@@ -58,7 +58,6 @@ TO_DO: dict[str, set[str]] = {
     "names": {
         "Alone",
         "Batch",
-        "Encoding",
         "Estimator",
         "Fitting",
         "Grid",
