@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Interrupted, is_user_error
+from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Stopped, is_user_error
 from cpomdp_ppl.cli.figures import figure_files, write_figures
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
@@ -35,7 +35,8 @@ from cpomdp_ppl.cli.options import (
     warn,
 )
 from cpomdp_ppl.cli.policies import Budget, Recipe
-from cpomdp_ppl.cli.target import Results, Target
+from cpomdp_ppl.cli.results import Results
+from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.experiments.run_files import CHECKPOINT, HISTORY, LIVED, SOLUTION
 from cpomdp_ppl.inference.choice import backend_for
@@ -109,7 +110,7 @@ def _fit(options: Namespace, whole: Batchwide) -> int:
         keep(folder, solution)
         if not solution.finished:
             done, asked = len(solution.history["iteration"]), solution.settings["iterations"]
-            raise Interrupted(
+            raise Stopped(
                 f"stopped after {done:,} of {asked:,} iterations; the best policy so far is in "
                 f"{folder.path / SOLUTION} (evaluate it with --unfinished); "
                 f"to go on from the last checkpoint: {_again(results, whole)}"
@@ -236,7 +237,7 @@ FIT = Command(
 
 def run(options: Namespace) -> int:
     """Meet the same unknown context episode after episode."""
-    target = Target.of(options)
+    target = CommandTarget.of(options)
     names = target.model.context_names
     if options.context is not None and options.context not in names:
         raise CommandError(f"--context: expected one of {', '.join(names)}, got {options.context}")
@@ -277,7 +278,7 @@ def run(options: Namespace) -> int:
         folder.write_data(f"{LIVED}.nc", lived.to_inference_data(seed=results.seed))
         sure = options.settled is not None and bool((lived.posteriors[:, -1].amax(1) > options.settled).all())
         if lived.num_episodes < options.num_episodes and not sure:
-            raise Interrupted(
+            raise Stopped(
                 f"stopped after {lived.num_episodes:,} of {options.num_episodes:,} episodes, which are in "
                 f"{folder.path / LIVED}.csv; to begin again: {results.again()}"
             )
@@ -363,4 +364,6 @@ def _cids(model: CPOMDP, budget: Budget) -> Policy:
     return policy
 
 
-CIDS = Recipe(_cids, learns=True)
+COMMANDS = {"fit": FIT, "run": RUN}
+POLICIES = {"cids": Recipe(_cids, learns=True)}
+SOLVERS = {"cids": cids.load}

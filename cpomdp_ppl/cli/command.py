@@ -1,4 +1,4 @@
-"""What a command is."""
+"""What a command is, and all of them by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.registry import Registry
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -19,8 +20,8 @@ class Command:
 
     Attributes:
         summary: What it does, in one sentence.
-        examples: Whole command lines.
-        options: Adds its arguments to a parser; `--quiet` and `--traceback` are there already.
+        examples: Complete command lines.
+        options: Adds its arguments to a parser; `--quiet` and `--traceback` are added to all commands.
         run: Carries it out and returns the exit code. The options also have `command_line`, as it was given.
     """
 
@@ -29,24 +30,13 @@ class Command:
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Namespace], int]
 
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """The parser of its arguments."""
-        parser = Parser(
-            prog=f"cpomdp {name}",
-            description=self.summary,
-            epilog="examples:\n" + "\n".join(f"  {example}" for example in self.examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.options(parser)
-        parser.add_argument("--quiet", action="store_true", help="no progress, and no notes; results only")
-        parser.add_argument("--traceback", action="store_true", help="where an error comes from, in full")
-        return parser
+
+COMMANDS = Registry("command", Command, "cpomdp_ppl.commands")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are sentences."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise, where argparse would print its usage and leave."""
+        """Raise, where argparse would print its usage and exit."""
         raise CommandError(f"{message}; see {self.prog} --help")

@@ -22,9 +22,9 @@ from cpomdp_ppl.cli.options import (
     run_option,
     seed_option,
 )
-from cpomdp_ppl.cli.plugins import POLICIES
-from cpomdp_ppl.cli.policies import Budget, code_hash, recipe
-from cpomdp_ppl.cli.target import Results, load_solution, solution_hash
+from cpomdp_ppl.cli.policies import POLICIES, Budget, code_hash, recipe
+from cpomdp_ppl.cli.results import Results
+from cpomdp_ppl.cli.solution import load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
 from cpomdp_ppl.experiments.run_files import COMPARISON
 from cpomdp_ppl.experiments.run_folder import RunFolder
@@ -167,7 +167,7 @@ def _options(parser: ArgumentParser) -> None:
         "--policies",
         type=names,
         metavar="NAME,…",
-        help=f"out of {', '.join(POLICIES.places())}; or your own, path/to/file.py:name or module:name",
+        help=f"out of {', '.join(POLICIES.names())}; or your own, path/to/file.py:name or module:name",
     )
     parser.add_argument(
         "--solution", action="append", metavar="RUN", help="the run folder of a fit; may be given repeatedly"

@@ -22,7 +22,7 @@ from cpomdp_ppl.cli.options import (
     seed_option,
     shows_progress,
 )
-from cpomdp_ppl.cli.target import Target
+from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.diagnostics import (
     calibrate,
     plot_contexts,
@@ -54,7 +54,7 @@ PLAYED, INFERRED, CALIBRATED = range(3)
 
 def diagnose(options: Namespace) -> int:
     """Play episodes, infer what is hidden in them several times over, and ask if it can be believed."""
-    target = Target.of(options)
+    target = CommandTarget.of(options)
     backend = backend_for(target.model, options.likelihood)
     settings = {
         "num_episodes": options.num_episodes,

@@ -18,7 +18,7 @@ from cpomdp_ppl.cli.options import (
     run_option,
     seed_option,
 )
-from cpomdp_ppl.cli.target import Target
+from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import evaluate as take_stock
 from cpomdp_ppl.experiments.run_files import EVALUATION
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def evaluate(options: Namespace) -> int:
     """Play a policy, and take stock."""
-    target = Target.of(options)
+    target = CommandTarget.of(options)
     settings = {
         "num_episodes": options.num_episodes,
         "likelihood": None if options.likelihood is None else repr(options.likelihood),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.options import note
-from cpomdp_ppl.cli.plugins import is_installed
 from cpomdp_ppl.experiments.run_folder import FIGURES
 
 if TYPE_CHECKING:
@@ -34,3 +34,12 @@ def write_figures(options: Namespace, folder: RunFolder, figures: Mapping[str, C
         return
     for name, draw in figures.items():
         folder.write_figure(name, draw())
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; one that is there but broken cannot."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True

@@ -1,55 +1,48 @@
-"""`cpomdp COMMAND …`: finds the command, runs it, and turns errors into sentences and exit codes."""
+"""`cpomdp COMMAND …`: runs a command, and turns errors into sentences and exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.cli.command import Command
+from cpomdp_ppl.cli.command import COMMANDS, Parser
 from cpomdp_ppl.cli.errors import FAULT, INTERRUPTED, OK, USER_ERROR, CommandError, is_user_error
-from cpomdp_ppl.cli.plugins import COMMANDS
 from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = """usage: cpomdp COMMAND … [--quiet] [--traceback]
+EPILOG = """Say cpomdp COMMAND --help for its options, with examples. A model is module:Class or
+path/to/file.py:Class, followed by arguments of its constructor as key=value. Results go to a run folder:
+--run DIR.
 
-Contextual POMDPs as Pyro programs: check, simulate, solve, compare, diagnose.
-
-commands:
-{commands}
-
-Say cpomdp COMMAND --help for its options, with examples. A model is module:Class or path/to/file.py:Class,
-followed by arguments of its constructor as key=value. Results go to a run folder: --run DIR.
-
-exit codes: 0 all well, 1 a check or a calibration failed, 2 something that you can put right, 70 a fault in a
+exit codes: 0 success, 1 a check or a calibration failed, 2 something that you can put right, 70 a fault in a
 program, 130 interrupted"""
 
 
-def entry() -> NoReturn:
-    """What the installed script runs."""
+def prepare_process() -> None:
+    """Set up a process that runs a single command: its threads, and how it shows warnings."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # tensors are small here: threads would mostly wait for each other
-    # The line of ours that warned says nothing to whoever runs a command.
+    # The line of our code that warned says nothing to whoever runs a command.
     warnings.showwarning = lambda message, *_, **__: print(f"cpomdp: warning: {message}", file=sys.stderr)
-    sys.exit(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command: one of this package, or one that was added to `COMMANDS`.
 
     Args:
         argv: Its name and arguments; those of this process if left out.
 
     Returns:
-        The exit code: 0 if all is well; 1 if a check or a calibration failed; 2 for what the user can put
+        The exit code: 0 on success; 1 if a check or a calibration failed; 2 for what the user can put
         right, in one sentence on stderr; 70 for a fault in a program, with its traceback; 130 on Ctrl-C.
 
     Example:
@@ -79,41 +72,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return OK if words else USER_ERROR
-    if words[0] == "--version":
-        print(_version())
-        return OK
-    name, *rest = words
-    if name.startswith("-"):
-        raise CommandError(f"expected a command before {name}; see cpomdp --help")
-    command = _command(name)
-    parser = command.parser(name)
+    name, *rest = words or [""]
+    known = COMMANDS.names()
+    # A command of another package is imported only if it is the one to run, or if all are listed.
+    parser, parsers = _parsers([name] if name in known else known)
+    if name in ("", "help"):
+        parser.print_help()
+        return OK if name else USER_ERROR
     try:
-        options = parser.parse_intermixed_args(rest)
-    except SystemExit as done:  # of --help
+        if name not in known:
+            parser.parse_args(words)
+        options = parsers[name].parse_intermixed_args(rest)
+    except SystemExit as done:  # of --help and --version
         return int(done.code or OK)
     options.command_line = rest
-    return command.run(options)
+    return COMMANDS.find(name).run(options)
 
 
-def _command(name: str) -> Command:
-    found = COMMANDS.find(name)
-    if not isinstance(found, Command):
-        raise CommandError(f"the command '{name}' is a {type(found).__name__}, but expected a Command")
-    return found
-
-
-def _usage() -> str:
-    lines = []
-    for name in COMMANDS.places():
+def _parsers(names: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the script, and those of some of its commands by name."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="cpomdp",
+        description="Contextual POMDPs as Pyro programs: check, simulate, solve, compare, diagnose.",
+        epilog=EPILOG,
+        formatter_class=raw,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in names:
         try:
-            summary = _command(name).summary
-        except CommandError as error:  # of another package, perhaps; the others are there all the same
-            summary = f"({error})"
-        lines.append(f"  {name:<10} {summary}")
-    return USAGE.format(commands="\n".join(lines))
+            command = COMMANDS.find(name)
+        except CommandError as error:  # that of another package may be broken; the others still work
+            if len(names) == 1:
+                raise
+            commands.add_parser(name, help=f"({error})".replace("%", "%%"))
+            continue
+        one = commands.add_parser(
+            name,
+            help=command.summary.replace("%", "%%"),
+            description=command.summary,
+            epilog="examples:\n" + "\n".join(f"  {example}" for example in command.examples),
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+        command.options(one)
+        one.add_argument("--quiet", action="store_true", help="print results only: no progress, no notes")
+        one.add_argument("--traceback", action="store_true", help="show where an error comes from, in full")
+    return parser, commands.choices
 
 
 def _version() -> str:

@@ -93,7 +93,7 @@ class ModelSpec:
 
     def _class(self) -> type[CPOMDP]:
         place, name = self.place, self.spec.rpartition(":")[2]
-        module = load(place)
+        module = import_code(place)
         found = getattr(module, name, None)
         there = [
             each for each, value in vars(module).items() if _is_model(value) and not each.startswith("_")
@@ -172,12 +172,12 @@ def is_path(place: str) -> bool:
     return place.endswith(".py") or "/" in place or "\\" in place
 
 
-def load(place: str) -> ModuleType:
+def import_code(place: str) -> ModuleType:
     """Run a file, or import a module."""
-    return load_file(Path(place)) if is_path(place) else load_module(place)
+    return _run_file(Path(place)) if is_path(place) else _import_module(place)
 
 
-def load_file(path: Path) -> ModuleType:
+def _run_file(path: Path) -> ModuleType:
     """Run a file as a module, which may import what lies beside it, as a script may."""
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
@@ -200,7 +200,7 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def load_module(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     """Import a module, also from the current directory."""
     here = str(Path.cwd())
     sys.path.insert(0, here)  # an installed script does not have it there, as `python -m` does

@@ -1,6 +1,6 @@
 """Policies by name: how each is made for a model, without anything that only its author knows.
 
-A policy of the user's own is named as a model is: `module:name` or `path/to/file.py:name`.
+A policy that a user has written is named as a model is: `module:name` or `path/to/file.py:name`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.cli.errors import CommandError
-from cpomdp_ppl.cli.model import is_path, load
-from cpomdp_ppl.cli.plugins import POLICIES, is_absence
+from cpomdp_ppl.cli.errors import OURS, CommandError
+from cpomdp_ppl.cli.model import import_code, is_path
+from cpomdp_ppl.cli.registry import Registry
 from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 
@@ -30,10 +30,10 @@ class Budget:
     """What making a policy, and its decisions, may cost.
 
     Attributes:
-        simulations: Of a planner, for every decision.
-        training_episodes: That a learner may play.
-        seed: Of everything random.
-        progress: Whether to show progress bars; or a function that is told now and then how far it has got.
+        simulations: How many simulations a planner may run for each decision.
+        training_episodes: How many episodes a learner may play.
+        seed: Seed of all random numbers.
+        progress: Whether to show progress bars; or a function that is called with lines on the progress.
     """
 
     simulations: int = 100
@@ -52,10 +52,10 @@ class Recipe:
     """How a policy is made; other packages add theirs by the entry-point group `cpomdp_ppl.policies`.
 
     Attributes:
-        build: Makes it.
-        learns: Whether that means learning, whose time is reported.
-        plans: Whether it takes its time for every decision, and so plays fewer episodes.
-        extra: Of this distribution, that has what it needs.
+        build: Makes the policy.
+        learns: Whether the policy is learned, which takes time that is reported.
+        plans: Whether it takes its time for each decision, and so plays fewer episodes.
+        extra: The extra of this distribution that installs what it needs.
     """
 
     build: Callable[[CPOMDP, Budget], Policy]
@@ -64,53 +64,52 @@ class Recipe:
     extra: str | None = None
 
     def made(self, name: str, model: CPOMDP, budget: Budget) -> Policy:
-        """Make it.
+        """Make the policy.
 
         Raises:
-            CommandError: If something is not installed that it needs.
+            CommandError: If something that it needs is not installed.
         """
         try:
             return self.build(model, budget)
         except ImportError as error:
-            if not is_absence(error):
-                raise
+            package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+            if not package or package in OURS:
+                raise  # a fault of ours, and nothing that the user can put right
             need = f"; install cpomdp-ppl[{self.extra}]" if self.extra else ""
             raise CommandError(f"the policy '{name}' cannot be made: {error}{need}") from error
 
 
+POLICIES = Registry("policy", Recipe, "cpomdp_ppl.policies")
+
+
 def recipe(name: str) -> Recipe:
-    """A recipe by its name; or for a policy of the user's own, by where it is.
+    """A recipe by its name; or for a policy that the user has written, by where it is.
 
     Raises:
         CommandError: If there is none.
     """
-    if is_own(name):
-        return _own(name)
-    found = POLICIES.find(name)
-    if not isinstance(found, Recipe):
-        raise CommandError(f"the policy '{name}' is a {type(found).__name__}, but expected a Recipe")
-    return found
+    return _users_own(name) if is_users_own(name) else POLICIES.find(name)
 
 
-def is_own(name: str) -> bool:
-    """Whether a name says where a policy of the user's own is."""
+def is_users_own(name: str) -> bool:
+    """Whether a name says where a policy is that the user has written."""
     return ":" in name
 
 
 def code_hash(name: str) -> str | None:
-    """What tells the code of a policy of the user's own from what it was before; None for the others."""
-    if not is_own(name):
+    """The hash of the file with a policy that the user has written; None for the other policies."""
+    if not is_users_own(name):
         return None
     place = name.rpartition(":")[0]
-    return file_hash(Path(place if is_path(place) else inspect.getfile(load(place))))
+    return file_hash(Path(place if is_path(place) else inspect.getfile(import_code(place))))
 
 
-def _own(spec: str) -> Recipe:
+def _users_own(spec: str) -> Recipe:
     """From `module:name` or `file.py:name`: a function of a history, a policy, or a recipe."""
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
         raise CommandError(f"policy: expected a name, module:name or path/to/file.py:name, got {spec}")
-    module = load(place)
+    module = import_code(place)
     found = getattr(module, name, None)
     if found is None:
         there = [

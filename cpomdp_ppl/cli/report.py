@@ -21,9 +21,9 @@ from cpomdp_ppl.cli.options import (
     seed_option,
     shows_progress,
 )
-from cpomdp_ppl.cli.policies import Budget, is_own, recipe
+from cpomdp_ppl.cli.policies import Budget, is_users_own, recipe
 from cpomdp_ppl.cli.provenance import spec_of
-from cpomdp_ppl.cli.target import load_solution, solution_place
+from cpomdp_ppl.cli.solution import load_solution, solution_place
 from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError
 from cpomdp_ppl.inference import BACKENDS, as_backend
 
@@ -74,7 +74,7 @@ def recorded_policy(folder: RunFolder, spec: ModelSpec) -> str | None:
         RunFolderError: If it is elsewhere: nobody has said that this may be run.
     """
     name: str | None = folder.record["settings"].get("policy")
-    if name is None or not is_own(name):
+    if name is None or not is_users_own(name):
         return name
     place, _, own = name.rpartition(":")
     if place != ModelSpec.of([folder.record["model"]]).place:

@@ -17,7 +17,7 @@ from cpomdp_ppl.cli.options import (
     run_option,
     seed_option,
 )
-from cpomdp_ppl.cli.target import Target
+from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.rollout import simulate as play
 
@@ -30,7 +30,7 @@ EPISODES, RETURNS = "episodes.npz", "returns.csv"
 
 def simulate(options: Namespace) -> int:
     """Play episodes, and keep them."""
-    target = Target.of(options)
+    target = CommandTarget.of(options)
     settings = {
         "num_episodes": options.num_episodes,
         "contexts": options.contexts,

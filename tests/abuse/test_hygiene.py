@@ -23,6 +23,7 @@ from baselines import rdpg
 from baselines.pft import PFT
 from baselines.qmdp import QMDP
 from baselines.simple import Always, ContextKnown, MostLikelyContext, PosteriorSampling, ThompsonSampling
+from cpomdp_command import main
 from cpomdp_ppl import (
     Agent,
     RandomPolicy,
@@ -35,7 +36,6 @@ from cpomdp_ppl import (
     report,
     simulate,
 )
-from cpomdp_ppl.cli import main
 from cpomdp_ppl.diagnostics import (
     calibrate,
     calibrate_contexts,

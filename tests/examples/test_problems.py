@@ -6,8 +6,8 @@ import torch
 from scipy.special import expit
 from scipy.stats import binom, norm, poisson
 
+from cpomdp_command import main
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.cli import main
 from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
 from examples.problems import clinic, machine, robot, well
 

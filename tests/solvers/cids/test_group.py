@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from cpomdp_ppl.cli import main
+from cpomdp_command import main
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter

@@ -3,14 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baselines.policies import best_repeated
+from baselines.commands import POLICIES, best_repeated
 from cpomdp_ppl import simulate
 from cpomdp_ppl.cli.errors import CommandError
-from cpomdp_ppl.cli.plugins import POLICIES
-from cpomdp_ppl.cli.policies import Budget, Recipe, recipe
+from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
-
-BASELINES = [name for name, place in POLICIES.own.items() if place.startswith("baselines.")]
 
 
 def test_the_best_action_to_repeat():
@@ -23,16 +20,16 @@ def test_the_best_action_to_repeat():
     assert [line_grid.action_names[each.action] for each in best_repeated(line_grid, 0)] == ["left", "right"]
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_baseline_is_made_from_a_model_alone(name):
     pytest.importorskip(
         {"recurrent_ppo": "sb3_contrib", "pouct": "pomdp_py", "pomcp": "pomdp_py"}.get(name, "torch")
     )
     model = ContextualTiger()
     budget = Budget(simulations=4, training_episodes=20, seed=1)
-    policy = recipe(name).made(name, model, budget)
+    policy = POLICIES[name].made(name, model, budget)
     episodes = simulate(model, policy, 6, seed=0)
-    again = simulate(model, recipe(name).made(name, model, budget), 6, seed=0)
+    again = simulate(model, POLICIES[name].made(name, model, budget), 6, seed=0)
     assert torch.equal(episodes.actions, again.actions)  # the seed decides
 
 
@@ -40,10 +37,10 @@ def test_every_baseline_is_made_from_a_model_alone(name):
 def test_planners_keep_to_the_budget(name):
     if name in ("pouct", "pomcp"):
         pytest.importorskip("pomdp_py")
-    planner = recipe(name).made(name, LineGrid(), Budget(simulations=7, seed=3))
+    planner = POLICIES[name].made(name, LineGrid(), Budget(simulations=7, seed=3))
     assert (planner.num_simulations, planner.seed) == (7, 3)
-    assert recipe(name).plans
-    assert not recipe(name).learns
+    assert POLICIES[name].plans
+    assert not POLICIES[name].learns
 
 
 def test_what_is_not_installed_is_named():
@@ -62,4 +59,4 @@ def test_a_learner_that_was_interrupted_is_no_baseline(monkeypatch):
 
     monkeypatch.setattr(rdpg.Fitting, "iterate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recipe("rdpg").made("rdpg", LineGrid(), Budget(training_episodes=20))
+        POLICIES["rdpg"].made("rdpg", LineGrid(), Budget(training_episodes=20))

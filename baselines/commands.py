@@ -1,4 +1,4 @@
-"""The baselines by name, for the command line: each as its author recommends it, from the model alone."""
+"""The baselines by name, for the command line: each made from the model alone, as its author recommends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
 
 TRIALS = 500
-"""Episodes by which the best action to repeat is found, for every action and context."""
+"""How many episodes are played for each action and context, to find the best action to repeat."""
 
 
 def best_repeated(model: CPOMDP, seed: int) -> list[Always]:
-    """For each context, the action that earns most there if it is all that is ever done."""
+    """For each context, the action that earns most there if nothing else is ever done."""
     from baselines.simple import Always
 
     always = [Always(model, action) for action in range(model.num_actions)]
@@ -93,12 +93,15 @@ def _finished(learned: Learned) -> Policy:
     return learned.policy
 
 
-LIKELIEST = Recipe(_likeliest)
-THOMPSON = Recipe(_thompson)
-QMDP = Recipe(_qmdp)
-PFT = Recipe(_pft, plans=True)
-IPFT = Recipe(_ipft, plans=True)
-POUCT = Recipe(_pouct, plans=True, extra="pomcp")
-POMCP = Recipe(_pomcp, plans=True, extra="pomcp")
-RDPG = Recipe(_rdpg, learns=True)
-RECURRENT_PPO = Recipe(_recurrent_ppo, learns=True, extra="rl")
+POLICIES = {
+    "likeliest": Recipe(_likeliest),
+    "thompson": Recipe(_thompson),
+    "qmdp": Recipe(_qmdp),
+    "pft": Recipe(_pft, plans=True),
+    "ipft": Recipe(_ipft, plans=True),
+    "pouct": Recipe(_pouct, plans=True, extra="pomcp"),
+    "pomcp": Recipe(_pomcp, plans=True, extra="pomcp"),
+    "rdpg": Recipe(_rdpg, learns=True),
+    "recurrent_ppo": Recipe(_recurrent_ppo, learns=True, extra="rl"),
+}
+"""What the command line can compare."""

@@ -1,0 +1,119 @@
+"""The folder that a command writes its results to."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.cli.errors import Stopped
+from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
+from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError, next_folder
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cpomdp_ppl.cli.model import ModelSpec
+
+
+@dataclass
+class Results:
+    """A run folder, and what a command does there.
+
+    Attributes:
+        folder: The run folder.
+        command: The name of the command.
+        settings: The settings of the command.
+        seed: Seed of all random numbers: as it was given, or noted in the folder, or fresh.
+        options: The options, as they were given.
+        outputs: Files that the command writes anew every time; none if it goes on where it was stopped.
+        beside: Whether they are added to the results of another command.
+        replaced: Whether former results have been removed, so that all that is there is new.
+    """
+
+    folder: RunFolder
+    command: str
+    settings: Mapping[str, Any]
+    seed: int
+    options: Namespace
+    outputs: Sequence[str] = ()
+    beside: bool = False
+    replaced: bool = False
+
+    @staticmethod
+    def at(
+        options: Namespace,
+        command: str,
+        spec: ModelSpec,
+        settings: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        seed: int | None = None,
+        **further: Any,
+    ) -> Results:
+        """Results in a folder for this command alone: that of `--run`, or the next that is free."""
+        place = next_folder(spec.spec, command) if options.run is None else options.run
+        folder = RunFolder.create(
+            place,
+            command,
+            model=spec.spec,
+            arguments=spec.words,
+            settings=settings,
+            seed=options.seed if seed is None else seed,
+            source=spec.source(),
+            **further,
+        )
+        folder.require_writable()
+        return Results(folder, command, settings, folder.seed, options, outputs)
+
+    def replace(self) -> RunFolder:
+        """Remove what the command wrote here before: results of two runs must not lie side by side.
+
+        To be called when the new results are at hand, so that a run that fails leaves the former ones.
+
+        Returns:
+            The folder, to write to.
+        """
+        self.replaced = True
+        if self.beside:
+            self.folder.withdraw(self.command)
+        self.folder.remove(self.outputs)
+        return self.folder
+
+    def finish(self, **in_force: Any) -> None:
+        """Note that the results are complete, and what settings came to that were left out."""
+        if self.beside:
+            self.folder.add(self.command, settings=self.settings, seed=self.seed, in_force=in_force)
+        else:
+            self.folder.finish(in_force)
+
+    def again(self) -> str:
+        """The command line that goes on with this, or begins it again."""
+        words = list(self.options.command_line)
+        if self.options.run is None and not self.beside:
+            words += ["--run", str(self.folder.path)]
+        return shlex.join(["cpomdp", self.command, *words])
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block where Ctrl-C leads to a sentence on what was kept, and an error leaves no empty folder."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            raise Stopped(self._after_interruption()) from None
+        except Exception as error:
+            self.folder.discard()
+            if is_disk_full(error) and not isinstance(error, RunFolderError | DiskFullError):
+                raise DiskFullError(self.folder.path) from error
+            raise
+
+    def _after_interruption(self) -> str:
+        if not self.outputs:
+            there = ", ".join(self.folder.contents) or "nothing yet"
+            return f"stopped; {self.folder.path} has {there}; to go on: {self.again()}"
+        there = ", ".join(name for name in self.outputs if self.folder.has(name)) if self.replaced else ""
+        what = f"stopped; {self.folder.path} has {there}" if there else "stopped, before anything was written"
+        return f"{what}; to begin again: {self.again()}"
