@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo paper test lint types tests browser bench clean
+.PHONY: demo paper quick test lint types tests abuse coverage browser bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/light_dark.py
@@ -13,6 +13,15 @@ demo: $(INSTALLED)
 paper: $(INSTALLED)
 	$(BIN)/python -m examples.paper $(if $(QUICK),--quick)
 
+# In these everything is slow, and not to import them saves time, too.
+SLOW := tests/abuse tests/browser tests/examples tests/test_tutorial.py tests/experiments/test_cluster.py
+
+# While you think: under a minute on two cores.
+quick: lint types
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "not slow and not long" \
+		--override-ini "addopts=-q --strict-markers" $(SLOW:%=--ignore=%)
+
+# Before a change lands: everything it must pass.
 test: lint types tests
 
 lint: $(INSTALLED)
@@ -24,6 +33,17 @@ types: $(INSTALLED)
 
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# For hours at night: tests of robustness with ten times as many cases, and processes killed at any moment.
+abuse: $(INSTALLED)
+	CPOMDP_ABUSE=$(CPOMDP_ABUSE) $(BIN)/python -m pytest tests/abuse -n auto --dist worksteal
+	CPOMDP_ABUSE=$(CPOMDP_ABUSE) $(BIN)/python -m pytest tests -m long --ignore=tests/abuse
+
+CPOMDP_ABUSE ?= 10
+
+# Statements of the three packages that tests run, in this process or a worker's; children are not followed.
+coverage: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist worksteal --ignore=tests/abuse --cov --cov-report=term
 
 # The report in a real browser, which must be there: Debian's `chromium`, for instance. `tests` does without.
 browser: $(INSTALLED)
@@ -41,4 +61,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .coverage runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tensors are small here; read by torch, also in child processes
 
 import pytest
 import torch
@@ -11,10 +16,21 @@ from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in its background jobs
-torch.set_num_threads(1)  # tensors are small here, and threads that wait for each other are slow
+# A shell ignores Ctrl-C in its background jobs, and what they start inherits that. A handler of ours becomes
+# the default one in child processes, so that tests of interruption need no precautions.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.set_num_threads(1)
 
 MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what takes long unless abuse is asked for, and begin with the notebook, which takes longest."""
+    if int(os.environ.get("CPOMDP_ABUSE", "1")) == 1:
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: see `make abuse`"))
+    items.sort(key=lambda item: item.path.name != "test_tutorial.py")
 
 
 @pytest.fixture(params=MODELS)

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from cpomdp_ppl.experiments.sweep import sweep
-from tests.abuse.effort import FACTOR, TRIED, times
+from tests.abuse.effort import TRIED, times
 from tests.tasks import Noting
 
 joblib = pytest.importorskip("joblib")
 pytestmark = [
-    pytest.mark.skipif(
-        FACTOR == 1, reason="takes long: see CPOMDP_ABUSE, and tests/experiments"
-    ),
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),
 ]
 
