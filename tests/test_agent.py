@@ -48,6 +48,7 @@ def test_it_decides_as_the_policy_does(model):
     assert actions == policy.unroll(episodes, prior)[0][0].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_its_choices_follow_the_policys_probabilities():
     model = LightDark()
 

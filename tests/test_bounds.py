@@ -123,6 +123,7 @@ def test_a_grid_agrees_with_quadrature():
     assert result.regret_at_most.mean == pytest.approx(result.informed_return - result.returns.mean)
 
 
+@pytest.mark.slow
 def test_closed_forms_on_grids():
     assert informed_return(Walk()).numpy() == pytest.approx([0, 0 + 1 + 2], abs=1e-6)  # a step up each time
     assert informed_return(Plates()).numpy() == pytest.approx([6, 6], abs=1e-3)  # two legs: a plane
@@ -166,6 +167,7 @@ class Runaway(Walk):
         return pyro.sample("x", dist.Normal(torch.where(action == 0, -state, doubled), 0.01))
 
 
+@pytest.mark.slow
 def test_none_rather_than_a_wrong_one(monkeypatch):
     assert informed_return(Beacons()) is None  # three numbers
     assert informed_return(Needle()) is None
@@ -177,6 +179,7 @@ def test_none_rather_than_a_wrong_one(monkeypatch):
         informed_return(ContextualTiger(), max_dim=3)
 
 
+@pytest.mark.slow
 def test_the_caller_is_left_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -100,6 +100,7 @@ def test_noise_is_paired_whatever_the_policy_draws():
     assert one.returns == two.returns
 
 
+@pytest.mark.slow
 def test_workers_make_no_difference():
     model = LineGrid()
     plan = solve(tables(model), model.horizon)
@@ -350,6 +351,7 @@ def test_strata_are_as_even_as_can_be(offset):
     assert counts[2] == 0
 
 
+@pytest.mark.slow
 def test_the_reference_backend():
     assert reference_backend(LineGrid()).name == "exact"
     assert reference_backend(LightDark()).name == "grid"
@@ -374,6 +376,7 @@ def test_nonsense_is_refused():
         evaluate(LineGrid(), RandomPolicy(3), 10, prior=[0.5, 0.6])
 
 
+@pytest.mark.slow
 def test_an_episode_that_loses_its_particles_does_not_take_the_others_along():
     few = ParticleFilter(num_particles=4)
     episodes = simulate(Needle(), RandomPolicy(2), 20, seed=0)

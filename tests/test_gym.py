@@ -101,6 +101,7 @@ def test_a_filter_changes_nothing():
         assert same(call, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [CPOMDPEnv, lambda model, **rest: CPOMDPVectorEnv(model, 3, **rest)])
 def test_the_caller_is_left_alone(make):
     pyro.clear_param_store()
@@ -157,6 +158,7 @@ def test_a_batch_is_distributed_as_in_simulate(program):
     assert_same_distribution(calls, episodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [LightDark, ContextualTiger])
 def test_single_episodes_are_distributed_as_in_simulate(program):
     model = program(3)
@@ -254,6 +256,7 @@ def test_a_site_must_not_take_another_name():
     check_env(CPOMDPEnv(Clock(), flat=True), skip_render_check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "backend"),
     [(LineGrid, "exact"), (LightDark, "grid"), (Plates, "ekf"), (EyesOpen, "ekf"), (Beacons, "ekf")],

@@ -137,6 +137,7 @@ def test_an_initial_observation_comes_before_the_first_action():
     assert "z_0" in trace.nodes
 
 
+@pytest.mark.slow
 def test_learnable_constants_learn():
     """With everything but the drift given, gradient steps raise the likelihood of what was drawn."""
     model = Learnable()

@@ -19,6 +19,7 @@ READING = [
 """Pages that build on one another, in the order in which they are read."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", READING, ids=lambda pages: pages[-1])
 def test_its_code_runs(pages, capsys, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()

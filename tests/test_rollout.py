@@ -45,6 +45,7 @@ def test_without_a_seed_episodes_differ(model):
     assert not torch.equal(one, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [True, False])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_the_caller_is_left_alone(seed, validation):

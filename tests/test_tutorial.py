@@ -38,6 +38,7 @@ def returns(text: str) -> dict[str, float]:
     return {name: float(mean) for name, mean in re.findall(r"(?m)^([\w-]+) +(-?[\d.]+) ± ", text)}
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_and_its_claims_hold(tmp_path):
     notebook = run(Path(shutil.copy(TUTORIAL, tmp_path)))  # the last cell asserts what the prose says
     codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -55,6 +56,7 @@ def test_the_tutorial_runs_and_its_claims_hold(tmp_path):
     assert found["random"] < -30
 
 
+@pytest.mark.slow
 def test_a_cell_that_raises_is_an_error(tmp_path):
     notebook = nbformat.read(TUTORIAL, as_version=4)
     notebook.cells = [nbformat.v4.new_code_cell("assert 1 == 2")]

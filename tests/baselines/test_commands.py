@@ -20,6 +20,7 @@ def test_the_best_action_to_repeat():
     assert [line_grid.action_names[each.action] for each in best_repeated(line_grid, 0)] == ["left", "right"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_baseline_is_made_from_a_model_alone(name):
     pytest.importorskip(

@@ -45,6 +45,7 @@ class Regretful:
         return actions, (ours, n)
 
 
+@pytest.mark.slow
 def test_it_is_nearly_optimal():
     model = LineGrid(horizon=6)
     policy = Regretful(PFT(model, 500, 4), model)
@@ -54,6 +55,7 @@ def test_it_is_nearly_optimal():
     assert float(lost.mean()) - error <= 0.05 * policy.plan.value
 
 
+@pytest.mark.slow
 def test_what_costs_now_and_pays_later_is_tried():
     """To mend one part after the other, and then to run, earns 2 T − 15 for sure; to sell at once, −1."""
     model = Workshop()
@@ -66,6 +68,7 @@ def test_what_costs_now_and_pays_later_is_tried():
     assert float(returns.mean()) >= 2 * model.horizon - 15 - 2 * error
 
 
+@pytest.mark.slow
 def test_what_pays_only_after_several_steps_is_begun():
     """To plant k times and then to harvest earns (T − k) (0.7 k − 1) − 2 k, at best 7.5; to leave, −1."""
     model = Orchard()
@@ -115,6 +118,7 @@ def greedy_on_the_ladder(state=1):
     return actions
 
 
+@pytest.mark.slow
 def test_it_finds_the_best_sequence_of_actions_where_nothing_is_uncertain():
     model = Ladder()
     best = max(ladder_return(actions) for actions in itertools.product(range(2), repeat=5))
@@ -174,6 +178,7 @@ def fancy(states, posterior, time):
     return posterior[:, 0] * (1 + time)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "time"), [(LightDark(), 3), (LineGrid(), 6), (Beacons(), 0)])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_counts_add_up_and_values_are_mean_returns(model, time, temperature):
@@ -206,6 +211,7 @@ def test_counts_add_up_and_values_are_mean_returns(model, time, temperature):
             assert float(tree.values[node, b, a]) == pytest.approx(float(total / n), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_equal_outcomes_share_a_child():
     model = LineGrid()
     policy = PFT(model, 200, 4, leaf="qmdp")
@@ -275,6 +281,7 @@ def test_rollouts_are_random():
     assert_mean(value_of_going_left(model, leaf="rollout"), expected, "random play")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "action"), [(0.0, None), (1000.0, SENSE)])
 def test_for_information_it_senses_first(temperature, action):
     """There is only just the time to walk to an end, so that to sense is to earn nothing."""
@@ -298,6 +305,7 @@ def first_decision(policy, prior):
     return policy.act(history, policy.start(prior))
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything_and_the_caller_notices_nothing():
     model = LightDark(horizon=5)
     assert torch.equal(decide(PFT(model, 30, seed=1)), decide(PFT(model, 30, seed=1)))
@@ -325,6 +333,7 @@ def test_acting_leaves_the_memory_as_it_was():
     assert bool((memory.log_posterior.exp() == 0.5).all())
 
 
+@pytest.mark.slow
 def test_chunks_are_searched_like_batches():
     prior = torch.rand(10, 2).clamp(min=0.1)
     prior = prior / prior.sum(1, keepdim=True)

@@ -156,6 +156,7 @@ def _leaves(state):
     return list(leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [LightDark(horizon=4), LineGrid(horizon=5), ContextualTiger(horizon=3)])
 def test_the_adapter_agrees_with_simulate(model):
     """Episodes played through pomdp-py's models have the rewards and observations of `simulate`."""
@@ -212,6 +213,7 @@ def rests(model, states, rollout):
     return torch.tensor(played(model, [lambda s=state: ask_rest(s) for state in states], rollout=rollout))
 
 
+@pytest.mark.slow
 def test_a_blind_rollout_keeps_to_its_action():
     model, B = LightDark(), 1500
     contexts = torch.arange(B) % 2
@@ -319,6 +321,7 @@ def small(kind, model, **settings):
     return kind(model, **{"num_simulations": 20, "num_particles": 30, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [POUCT, POMCP])
 @pytest.mark.parametrize("rollout", ["blind", "random", "commitment"])
 def test_they_play_every_model(kind, rollout, model):
@@ -333,6 +336,7 @@ def test_they_play_initial_observations_and_plates(kind, program):
     simulate(program(), small(kind, program()), 3, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [POUCT, POMCP])
 def test_the_same_seed_gives_the_same_actions(kind):
     model = LightDark(horizon=5)
@@ -393,6 +397,7 @@ def test_a_policy_can_be_sent_to_another_process():
     assert torch.equal(simulate(model, pickle.loads(pickle.dumps(policy)), 4, seed=0).actions, expected)
 
 
+@pytest.mark.slow
 def test_the_prior_counts():
     """Told the context, there is nothing to find out: the robot goes where the reward is."""
     model = LineGrid(horizon=4)  # just enough to get there
@@ -422,6 +427,7 @@ class _Acting:
         self.start, self.act = start, act
 
 
+@pytest.mark.slow
 def test_bins_and_finite_observations_hardly_deprive_it():
     model = LineGrid(horizon=6)
     policy = POMCP(model, num_simulations=200, num_particles=100)
@@ -477,6 +483,7 @@ class Regretting:
         return action, (mine, n)
 
 
+@pytest.mark.slow
 def test_pouct_gets_most_of_what_can_be_had_on_the_line():
     """UCT written independently, with these settings and exact beliefs, gets 77 ± 2.5 percent."""
     model = LineGrid()
@@ -486,6 +493,7 @@ def test_pouct_gets_most_of_what_can_be_had_on_the_line():
     assert watched.plan.value - watched.regret > 0.65 * watched.plan.value
 
 
+@pytest.mark.slow
 def test_with_commitments_pouct_gets_far_with_few_simulations():
     """UCT written independently, with these settings and exact beliefs, gets 86.8 ± 1.3 percent."""
     model = LineGrid(horizon=7)
@@ -495,6 +503,7 @@ def test_with_commitments_pouct_gets_far_with_few_simulations():
     assert watched.plan.value - watched.regret > 0.75 * watched.plan.value
 
 
+@pytest.mark.slow
 def test_pouct_hears_better_than_who_believes_in_one_context():
     model = ContextualTiger(horizon=4)
     tables = truth.tables(model)
@@ -555,6 +564,7 @@ def planted(model, symbols, prior, num_particles):
     return [each.belief.particles for each in trees.agents], lost
 
 
+@pytest.mark.slow
 def test_an_initial_observation_conditions_the_first_belief():
     model, prior, N = Glimpse(), torch.tensor([[0.3, 0.7]] * 2), 20_000
     beliefs, lost = planted(model, [Symbol((1.0,)), Symbol((0.0,))], prior, N)

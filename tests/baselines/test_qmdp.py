@@ -150,6 +150,7 @@ def test_a_look_at_the_line_grid_tells_what_the_tables_say(prior):
     assert bool((information[:, :LOOK] == 0).all())
 
 
+@pytest.mark.slow
 def test_a_growl_tells_what_the_tables_say():
     """After one that the ears disagreed on, which tells that one of them is dull. Within 5 %."""
     model, B = ContextualTiger(), 100
@@ -177,6 +178,7 @@ def information_on_light_dark(mean, variance):
     return float(sum(terms).sum() / 2 * (z[1] - z[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moves", "tolerance"), [(0, 0.0006), (1, 0.005)])
 def test_a_look_in_light_dark_tells_what_quadrature_says(moves, tolerance):
     """From the origin next to nothing, and after a step to the side a lot; to within 10 % and 4 %."""
@@ -213,6 +215,7 @@ class Waiting(LightDark):
         return super().reward(state, action, context) - 0.5 * (action == LOOK)
 
 
+@pytest.mark.slow
 def test_without_a_temperature_it_never_looks_on_purpose():
     model = Waiting(horizon=10)
     blind, paid = (
@@ -238,6 +241,7 @@ def test_in_light_dark_it_looks_because_there_is_no_other_way_to_wait():
     assert bool((actions == LOOK).all())
 
 
+@pytest.mark.slow
 def test_on_the_line_grid_information_is_worth_its_price():
     """Without it, QMDP walks to and fro until it is too late for either end; the optimum is exact."""
     model = LineGrid()
@@ -266,6 +270,7 @@ def decide(policy, num_episodes=8):
     return simulate(policy.model, policy, num_episodes, contexts="balanced", seed=5).actions
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything_and_the_caller_notices_nothing():
     model = LightDark(horizon=5)
     settings = dict(temperature=5.0, num_particles=50, outcomes=4, states=4)

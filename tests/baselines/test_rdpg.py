@@ -106,6 +106,7 @@ def test_straight_through_is_one_hot_forwards_and_soft_backwards():
     assert ((drawn.mean(0) - p).abs() < 4.5 * (p * (1 - p) / 20_000).sqrt()).all()
 
 
+@pytest.mark.slow
 def test_the_actor_climbs_and_the_critic_leaves_it_alone():
     """One history, one step: the actor must come to prefer the action whose reward is the largest."""
     torch.manual_seed(0)
@@ -201,6 +202,7 @@ def test_exploring_mixes_softmax_and_chance():
     assert torch.allclose(decision.probs, 0.7 * logits.softmax(-1) + 0.1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_policy_and_leaves_the_caller_alone():
     torch.manual_seed(7)
     np.random.seed(7)
@@ -355,6 +357,7 @@ def test_any_model_can_be_learned(model):
     assert simulate(model, learned.policy, 5, seed=0).actions.shape == (5, model.horizon)
 
 
+@pytest.mark.slow
 def test_it_learns_to_sense_before_it_goes():
     """Going one way is worth -10 and staying 0, so that anything beyond needs what was sensed."""
     model = LineGrid(horizon=8)

@@ -13,6 +13,7 @@ pytest.importorskip("sb3_contrib")
 from baselines import recurrent_ppo
 
 
+@pytest.mark.slow
 def test_its_policy_decides_as_the_library_does():
     model = LineGrid()
     learned = recurrent_ppo.fit(model, 1, progress=False)  # that is, one round
@@ -32,6 +33,7 @@ def test_its_policy_decides_as_the_library_does():
         starts = np.zeros(50, bool)
 
 
+@pytest.mark.slow
 def test_its_history_is_of_whole_batches():
     learned = recurrent_ppo.fit(LineGrid(), 300)  # with its progress bar
     episodes = learned.history.episodes.values
@@ -40,6 +42,7 @@ def test_its_history_is_of_whole_batches():
     assert learned.finished
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_policy_and_leaves_the_callers_alone():
     before = torch.get_rng_state()
     runs = [recurrent_ppo.fit(LineGrid(), 1, seed=3, progress=False) for _ in range(2)]

@@ -39,6 +39,7 @@ def assert_calibrated(calibration: Calibration, level: float = 0.01) -> None:
         assert p > level, f"{name}: {calibration}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "likelihood"),
     [(LightDark(), "grid"), (LineGrid(), "exact"), (ContextualTiger(), "exact")],
@@ -63,6 +64,7 @@ def test_a_prior_of_ones_own_is_drawn_from_and_believed():
         calibrate(LineGrid(), RandomPolicy(3), "exact", 10, prior=(0.5, 0.25, 0.25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "likelihood"),
     [
@@ -97,6 +99,7 @@ class Detector(Walk):
         pyro.sample("z", dist.Normal(state, 0.5).mask(detected.bool()))
 
 
+@pytest.mark.slow
 def test_a_site_that_another_hides_is_ranked_among_draws_in_which_it_shows():
     calibration = calibrate(Detector(), RandomPolicy(2), ParticleFilter(1000), 1500)
     assert_calibrated(calibration)
@@ -109,6 +112,7 @@ def test_particles_of_few_are_caught_on_beacons():
     assert "over-confident" in calibration.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["grid", "ekf"])
 def test_half_the_noise_is_caught(likelihood):
     calibration = calibrate(LightDark(), looks_every_second_step, likelihood, 1000, believed=HALF_THE_NOISE)
@@ -128,6 +132,7 @@ class Drifting(Walk):
         return pyro.sample("x", dist.Normal(state + action + 0.5, 1.0 + context))
 
 
+@pytest.mark.slow
 def test_a_drift_that_nobody_told_is_caught_with_its_sign():
     """Walk is linear and Gaussian in each context, so that the Kalman filter is exact."""
     assert_calibrated(calibrate(Walk(), RandomPolicy(2), "ekf", 1000))
@@ -137,6 +142,7 @@ def test_a_drift_that_nobody_told_is_caught_with_its_sign():
     assert calibration.states["state"].hint.startswith("too high")
 
 
+@pytest.mark.slow
 def test_p_values_of_a_right_filter_are_uniform():
     """Over 40 runs, each test rejects at 5 % as often as it should; P(Binomial(40, 0.05) > 7) < 0.001."""
     model = ContextualTiger(horizon=5)
@@ -154,6 +160,7 @@ def test_p_values_of_a_right_filter_are_uniform():
         assert distance < 1.63 / n**0.5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concentration", [0.05, 1.0])  # nearly sure of themselves, and not
 def test_size_and_power_of_the_context_test(concentration):
     invalid, caught = 0, 0
@@ -300,6 +307,7 @@ def test_the_same_seed_gives_the_same_and_the_caller_is_left_alone():
     pyro.clear_param_store()
 
 
+@pytest.mark.slow
 def test_in_chunks(capsys):
     calibration = calibrate(LightDark(), RandomPolicy(3), ParticleFilter(64, chunk=30), 100, progress=True)
     assert "episodes: 100%" in capsys.readouterr().err
@@ -334,6 +342,7 @@ def test_holm():
     assert Calibration(fine, states, seen, "smc").calibrated
 
 
+@pytest.mark.slow
 def test_table_and_figure(tmp_path):
     calibration = calibrate(LightDark(), RandomPolicy(3), "ekf", 300, believed=HALF_THE_NOISE)
     head, *rows, scores, verdict = str(calibration).splitlines()

@@ -81,6 +81,7 @@ def light_dark():
 class TestArviZ:
     pytestmark = CONSTANTS
 
+    @pytest.mark.slow
     def test_everything_runs_as_it_is(self, make, other):
         model = make(horizon=4)
         episodes = play(model, 3)
@@ -125,6 +126,7 @@ class TestContexts:
             mean = az.summary(data, var_names="is_context", round_to="none", kind="stats")["mean"]
         assert worst_z(mean.to_numpy().reshape(exact.shape), exact, exact * (1 - exact)) < 4.5
 
+    @pytest.mark.slow
     def test_means_of_particle_filters_are_the_grids_posterior(self, light_dark):
         model, episodes, exports = light_dark
         exact = GridFilter().run(model, episodes, moments=False).posterior()[:, -1].numpy()  # [B, C]
@@ -165,6 +167,7 @@ class TestStates:
         p = joint.sum(-1)
         assert worst_z(data.posterior["state"].mean(BOTH), p, p * (1 - p)) < 4.5
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("backend", "share"), [("ekf", 1), (ParticleFilter(2000), 3)])
     def test_continuous_states_are_those_of_rts(self, backend, share):
         model = EyesOpen()
@@ -360,6 +363,7 @@ def test_r_hat_tells_good_filters_from_bad(light_dark):
     assert bad > 1.2  # 1.27 with this seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [LightDark, LineGrid, ContextualTiger, Beacons, Dice, Plates])
 def test_files_hold_the_same(make, tmp_path):
     model = make()
@@ -463,6 +467,7 @@ class Awkward(Walk):
         return state["context"]
 
 
+@pytest.mark.slow
 def test_names_that_are_taken_get_another(tmp_path):
     data = to_inference_data(Awkward(), play(Awkward(), 2), draws=5, seed=0)
     assert {"state.context", "a.b"} < set(data.posterior.data_vars)

@@ -199,6 +199,7 @@ def test_effective_particles_resampling_and_the_spread_of_chains(smc):
     assert marked  # or nothing was compared
 
 
+@pytest.mark.slow
 def test_one_chain_has_no_spread_and_deterministic_backends_only_evidence(light_dark, grid):
     data = to_inference_data(*light_dark, chains=1, draws=2, seed=0)
     assert len(plot_filter(data, [0]).axes) == 2
@@ -245,6 +246,7 @@ def test_episodes_are_drawn_to_their_end(light_dark):
     assert [figure.axes[0].lines[0].get_xdata()[-1] for figure in figures] == [5, 5, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["smc", "ekf"])
 def test_a_data_tree_gives_the_same_pictures(light_dark, likelihood):
     groups = inference_groups(*light_dark, likelihood, chains=2, draws=5, seed=0)
@@ -259,6 +261,7 @@ def test_a_data_tree_gives_the_same_pictures(light_dark, likelihood):
                 np.testing.assert_array_equal(line.get_ydata(), same.get_ydata())
 
 
+@pytest.mark.slow
 def test_pictures_leave_pyplot_alone_and_can_be_written(smc, grid, tmp_path):
     import matplotlib.pyplot as plt
 

@@ -7,6 +7,7 @@ import pytest
 from examples import learn
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # so few draws that ArviZ has its doubts
 def test_it_learns_draws_and_plans(tmp_path, capsys):
     figure = tmp_path / "figures" / "learning.png"

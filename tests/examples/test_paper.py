@@ -166,6 +166,7 @@ def test_outcomes_of_code_that_has_changed_are_not_kept(tmp_path):
     assert [store.finished(task) for task in (first, second, changing)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_a_store_of_this_code_notices_a_change(tmp_path):
     store = Store.of_this_code(tmp_path)
     assert store.source == source_hash()
@@ -207,6 +208,7 @@ def test_a_failure_stops_only_what_needs_it(tmp_path):
     assert logged(tmp_path) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_failure_and_another_takes_its_place(tmp_path):
     dying = Task("dying", die_once, {"number": 1, "log": str(tmp_path)}, seconds=9)
     after = Task("after", add, {"number": 2, "log": str(tmp_path)})
@@ -219,6 +221,7 @@ def test_a_process_that_dies_is_a_failure_and_another_takes_its_place(tmp_path):
     assert logged(tmp_path) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_process_that_died_with_nothing_to_do_is_replaced(tmp_path):
     first = Task("first", add, {"number": 1, "log": str(tmp_path)}, seconds=9)
     after = Task("after", add, {"number": 2, "log": str(tmp_path)}, (first,))
@@ -283,6 +286,7 @@ def uninterrupted(tmp_path_factory):
     return {name: (folder / name).read_text() for name in TABLES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_comes_to_the_same_table(how, tmp_path, uninterrupted):
     code = f"""
@@ -516,6 +520,7 @@ def test_the_most_that_the_line_grid_has(tmp_path):
     assert "by exact planning: 90.0% ± 1.0% of it" in plan.optimality("C-IDS", ours, best, 20.0)
 
 
+@pytest.mark.slow
 def test_rdpg_is_fitted_as_it_always_is(tmp_path):
     settings = plan.light_dark() | {"seed": 3, "episodes": 60, "curve_episodes": 10}
     curve = work.fit_rdpg(settings, tmp_path, ())
@@ -537,6 +542,7 @@ def test_a_fit_that_was_interrupted_is_not_taken_for_finished(tmp_path, monkeypa
 # The command
 
 
+@pytest.mark.slow
 def test_the_list(tmp_path, capsys):
     assert main(["--quick", "--list", "--only", "figure3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
@@ -550,6 +556,7 @@ def one_part(monkeypatch, tasks, outcome=None):
     monkeypatch.setattr(command, "parts", lambda sizes: [part])
 
 
+@pytest.mark.slow
 def test_what_failed_and_what_needs_it_is_counted_and_tried_again(tmp_path, monkeypatch, capsys):
     tasks, _ = tree(tmp_path, fail_once)
     one_part(monkeypatch, tasks)
@@ -564,6 +571,7 @@ def test_what_failed_and_what_needs_it_is_counted_and_tried_again(tmp_path, monk
     assert logged(tmp_path) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_the_note_says_how_many_differences_are_judged(tmp_path, monkeypatch):
     row = Comparison("C-IDS", "return", PUBLISHED[0], measured(10.0, 0.1), "Table 1")
     ours = replace(row, paper=None)
@@ -576,6 +584,7 @@ def test_the_note_says_how_many_differences_are_judged(tmp_path, monkeypatch):
     assert "about 0.2 of them would look clear by chance" in words  # 5 % of three
 
 
+@pytest.mark.slow
 def test_what_other_code_left_is_counted_and_cleaned(tmp_path, monkeypatch, capsys):
     tasks, _ = tree(tmp_path)
     one_part(monkeypatch, tasks)

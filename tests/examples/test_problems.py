@@ -77,6 +77,7 @@ def test_nothing_is_wrong_with_it(problem, capsys):
     assert "no faults" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "horizon", "num_particles", "exactly"),
     [

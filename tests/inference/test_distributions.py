@@ -184,6 +184,7 @@ def test_every_distribution_that_is_exported_is_here():
     assert not set(CASES) & set(NO_SITES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_is_right_or_refused_as_documented(name):
     assert served(name) == documented()[name]

@@ -128,6 +128,7 @@ def paths(model: Random, episodes: Episodes, b: int, c: int, steps: int) -> dict
     return weights
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
@@ -328,6 +329,7 @@ def test_refuses_what_is_not_finite(model, reason):
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.slow
 def test_permuted_contexts_and_episodes_give_permuted_results():
     episodes = simulate(ContextualTiger(), RandomPolicy(3), 30, seed=3)
 
@@ -343,6 +345,7 @@ def test_permuted_contexts_and_episodes_give_permuted_results():
         assert torch.allclose(getattr(permuted, name), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_steps_past_the_end_change_nothing():
     model = ContextualTiger()
     episodes = simulate(model, RandomPolicy(3), 12, seed=3)

@@ -20,6 +20,7 @@ from tests.programs import EyesOpen, Noting, Plates, Walk
 REFERENCE = Path(__file__).parent.parent / "reference" / "light_dark_dev.npz"
 
 
+@pytest.mark.slow
 def test_light_dark_reference():
     arrays = np.load(REFERENCE)
     model = LightDark()
@@ -38,6 +39,7 @@ def test_light_dark_reference():
     assert error[covered].max() < 1e-3
 
 
+@pytest.mark.slow
 def test_a_jump_may_be_anywhere():
     """Moved by a third, LightDark is still the same: thresholds need not be round numbers."""
 
@@ -130,6 +132,7 @@ PLANE = Linear(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "backend", "tolerance"),
     [(LINE, GridFilter(), 1e-5), (LINE, GridFilter(200), 1e-3), (PLANE, GridFilter(1600), 0.03)],
@@ -163,6 +166,7 @@ class Chance(Walk):
         return state["x"]
 
 
+@pytest.mark.slow
 def test_sites_that_are_not_gaussian():
     episodes = simulate(Chance(), RandomPolicy(2), 3, seed=0)
     found = GridFilter(400).run(Chance(), episodes)
@@ -220,6 +224,7 @@ def test_no_numerical_diffusion():
     assert torch.equal(found.increments, torch.zeros(2, 3, 2, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "points"), [(Walk(), 400), (EyesOpen(), 400), (Plates(), 2100)])
 def test_other_programs_run(model, points):
     episodes = simulate(model, RandomPolicy(2), 4, seed=0)
@@ -275,6 +280,7 @@ def test_bounds_that_are_too_tight_are_named():
         GridFilter(bounds=((-5, 5), (-5, 5))).run(LightDark(), episodes)
 
 
+@pytest.mark.slow
 def test_permuted_contexts_and_episodes_give_permuted_results():
     episodes = simulate(LightDark(), RandomPolicy(3), 12, seed=3)
 
@@ -293,6 +299,7 @@ def test_permuted_contexts_and_episodes_give_permuted_results():
         assert torch.allclose(getattr(permuted, name), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_steps_past_the_end_change_nothing():
     model, backend = LightDark(), GridFilter(200)
     episodes = simulate(model, RandomPolicy(3), 6, seed=3)
@@ -306,6 +313,7 @@ def test_steps_past_the_end_change_nothing():
         assert torch.allclose(ragged.state_mean[b, length:], last, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_chunks_agree(monkeypatch):
     model = LightDark()
     episodes = simulate(model, RandomPolicy(3), 30, seed=3)
@@ -351,6 +359,7 @@ def test_outliers_are_followed_into_the_tails(sd, z):
     assert longer == pytest.approx(found, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("z", [1e3, 1e9, -1e9, 1e19, 1e30])
 def test_what_is_far_out_of_reach_is_refused(z):
     """Only tails that were cut explain it: the grid would be off by more than there are nats to spare."""

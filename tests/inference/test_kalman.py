@@ -502,6 +502,7 @@ class DarkAtTheOrigin(LightDark):
         pyro.sample("z", dist.Normal(state, variance.sqrt()).mask(action == 2))
 
 
+@pytest.mark.slow
 def test_light_dark_against_a_plain_extended_filter():
     data = np.load(REFERENCE)
     episodes = Episodes.from_arrays(LightDark(), data["action"], {"z": data["observation"]})

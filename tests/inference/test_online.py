@@ -25,6 +25,7 @@ def at(values, t):
     return {site: value[:, t] for site, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("make", SERVED)
 def test_every_backend_serves_its_models_and_refuses_the_others(make, name):
@@ -48,6 +49,7 @@ ONLINE = [(make, name) for make, names in SERVED.items() for name in sorted(name
 ONLINE += [(EyesOpen, name) for name in ("smc", "ekf", "ukf", "grid")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "name"), ONLINE)
 def test_step_by_step_gives_the_numbers_of_the_batch(make, name):
     model, backend = make(), as_backend(name)
@@ -70,6 +72,7 @@ def test_step_by_step_gives_the_numbers_of_the_batch(make, name):
     torch.testing.assert_close(online.log_likelihood, batch.log_likelihood)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smc", "ekf", "ukf", "grid"])
 def test_one_by_one_is_the_batch(name):
     """Deterministic backends to rounding; SMC within five standard errors."""

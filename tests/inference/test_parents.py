@@ -415,6 +415,7 @@ class Relayed(Gate):
         pyro.sample("z", dist.Normal(relay, 0.1))
 
 
+@pytest.mark.slow
 def test_looking_ahead_does_not_trust_what_a_hidden_site_relays():
     """Over 500 runs the likelihood is right, within 4 standard errors of the mean."""
     z = np.array([2.0, -1.5, 2.5])

@@ -33,6 +33,7 @@ def reference_episodes() -> Episodes:
     return Episodes.from_arrays(LightDark(), REFERENCE["action"], {"z": REFERENCE["observation"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_particles", "bits", "probability", "evidence"),
     [(256, 0.010, 0.005, 0.2), (4096, 0.003, 0.0015, 0.05)],
@@ -82,6 +83,7 @@ GUIDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "truth", "guide"), GUIDED, ids=["walk", "walk guided", "walk ekf", "tiger", "tiger guided"]
 )
@@ -101,6 +103,7 @@ def test_the_likelihood_is_unbiased(scheme, threshold, make, truth, guide, commo
     assert bool(((ratio.mean(0) - 1).abs() <= 4 * error).all()), (ratio.mean(0), error)
 
 
+@pytest.mark.slow
 def test_a_guide_that_looks_ahead_is_less_noisy():
     model, spread = Beacons(), {}
     episodes = simulate(model, RandomPolicy(5), 20, seed=0)
@@ -529,6 +532,7 @@ print(peak(150) - short)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
 def test_memory_does_not_grow_with_the_horizon():
     # A tensor of all particles is 2 MB: to lose room for one of them at every step would take 290 MiB.

@@ -13,6 +13,7 @@ from tests.programs import EyesOpen, Walk
 M = 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Walk, EyesOpen])
 def test_backward_sampling_is_the_rts_smoother(make):
     model = make()
@@ -27,6 +28,7 @@ def test_backward_sampling_is_the_rts_smoother(make):
     assert (found.state_variance / exact.state_variance - 1).abs().max() < 0.25
 
 
+@pytest.mark.slow
 def test_trajectories_are_joint():
     """The lag-one covariance of drawn trajectories is the smoother's, not zero."""
     episodes = simulate(Walk(), RandomPolicy(2), 1, seed=0)

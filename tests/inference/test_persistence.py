@@ -145,6 +145,7 @@ EVERYBODY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:probabilities of contexts")  # so few particles are not sure of them
 @pytest.mark.parametrize("who", EVERYBODY)
 def test_whoever_filters_goes_on(who, episodes):

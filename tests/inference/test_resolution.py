@@ -66,6 +66,7 @@ def assert_right(found: torch.Tensor, expected: np.ndarray) -> None:
     assert error[behind <= 35].max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("process", "sensor"),
     [(0.3, 0.01), (0.3, 0.1), (0.3, 3.0), (0.03, 0.3), (0.003, 0.3), (3.0, 0.3), (0.0, 0.1), (0.02, 0.02)],
@@ -76,6 +77,7 @@ def test_whatever_the_noise_the_grid_is_a_kalman_filter(process, sensor):
     assert_right(GridFilter().run(model, episodes).log_likelihood, kalman(model, episodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("process", "sensor"), [(0.6, 0.8), (0.3, 2.0)])
 def test_whatever_the_noise_the_grid_is_a_kalman_filter_in_two_dimensions(process, sensor):
     model = Drift(process, sensor, d=2)
@@ -98,6 +100,7 @@ def test_what_would_take_too_many_points_is_refused_at_once(d):
     assert_right(GridFilter().run(small, episodes).log_likelihood, kalman(small, episodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "points"),
     [(Drift(0.3, 0.05), 100), (Drift(0.01, 0.3), 40), (Drift(0.6, 0.8, d=2), 200)],
@@ -161,6 +164,7 @@ class Corner(Drift):
         pyro.sample("z", dist.Normal(state.abs(), noise).to_event(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sensor", [0.05, 0.5])
 def test_a_sensor_with_kink_and_jump_against_quadrature(sensor):
     model = Corner(0.4, sensor)
@@ -216,6 +220,7 @@ class Faraway(Spike):
         pyro.sample("z", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), each))
 
 
+@pytest.mark.slow
 def test_what_only_some_policy_gets_to_see_is_not_missed():
     model = Faraway(0.3, 1.0, start=0.3)
     episodes = simulate(model, lambda history: torch.zeros(4).long(), 4, contexts="balanced", seed=0)
@@ -264,6 +269,7 @@ def sum_of(z: float, model: Sum, **settings: float) -> tuple[float, float]:
     return found, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "reach", "fine", "cut"),
     [((1.0,), 8.5, 8.5, (9.3, 9.6, 10.0, 11.0)), ((1.0, 0.2), 6.0, 6.0, (6.8, 7.2, 7.6, 9.0))],
@@ -277,6 +283,7 @@ def test_where_tails_that_were_cut_matter_it_is_refused(scales, reach, fine, cut
             sum_of(z, model, reach=reach)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scales", "z"), [((1.0,), 9.3), ((1.0, 0.2), 7.6)])
 def test_tails_are_followed_further_where_that_is_needed(scales, z):
     found, expected = sum_of(z, Sum(*scales))
@@ -402,6 +409,7 @@ class Corridor(Drift):
         pyro.sample("z", dist.Normal(mean, self.sensor).to_event(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -440,6 +448,7 @@ class Hidden(Drift):
         return state["x"]
 
 
+@pytest.mark.slow
 def test_a_policy_may_get_to_where_the_reference_is_not_exact(monkeypatch):
     """Here random actions never get there; a policy does, and a Kalman filter would not serve it."""
     model = Hidden(0.1, 0.2)

@@ -118,6 +118,7 @@ class Drift(Walk):
         return 0.9 * state + 0.137 * (1 + action) * (1 + context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "backend", "tolerance"),
     [
@@ -193,6 +194,7 @@ def test_an_impossible_context_hurts_no_other(name):
 SHORT = [*ONLINE, (Plates, "smc"), (Plates, "ekf")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "name"), SHORT)
 def test_every_backend_draws_trajectories(make, name):
     """Of the model's own types, with the moments that it gives, the same under a seed, and unnoticed."""
@@ -248,6 +250,7 @@ def test_bad_arguments_are_named(name):
 # ----------------------------------------------------------------------------------- draws from one belief
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "name"), [*SHORT, (lambda: PLANE, "grid"), (lambda: PLANE, "ukf")])
 def test_draws_have_the_moments_of_the_belief(make, name):
     model = make()

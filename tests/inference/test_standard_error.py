@@ -185,6 +185,7 @@ def test_a_single_family_cannot_tell():
     assert bool((alone.standard_error == torch.inf).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_particles"), [(LightDark(), 256), (Beacons(), 256), (Beacons(), 1024)]
 )

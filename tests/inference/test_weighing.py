@@ -56,6 +56,7 @@ def product(D, n, slope, level):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [2, 4, 8])
 @pytest.mark.parametrize(
     ("n", "slope", "level"), [(0, 1.0, 0.0), (7, 1.0, 1.0), (1500, 1.0, 4.0), (3, 3.0, 0.0)]

@@ -36,6 +36,7 @@ def agree(found, exact):
     return bool(((found.gradient - exact).abs() < 4 * found.noise.diagonal().sqrt() + 1e-9).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "exact"),
     [(Door(), "exact"), (Walk(), "ekf"), (ByHand(), "ekf"), (Gauge(), "ekf")],
@@ -52,6 +53,7 @@ def test_the_mean_gradient_is_the_exact_one(model, exact):
     assert not agree(found, 0.0 * expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["multinomial", "residual"])
 def test_however_it_resamples_and_episodes_end(scheme):
     model = Door()
@@ -89,6 +91,7 @@ def test_log_likelihood_with_random_numbers_of_its_own():
     assert torch.isfinite(model.q_unconstrained.grad)
 
 
+@pytest.mark.slow
 def test_wheels_that_slip():
     """Three numbers for a state and a discrete site: no other backend has a gradient."""
     episodes = simulate(Cart(0.3, 1.0, 0.2), RandomPolicy(2), 80, seed=0)
@@ -100,6 +103,7 @@ def test_wheels_that_slip():
     assert "slip" in str(estimate)
 
 
+@pytest.mark.slow
 def test_estimate_and_errors_against_the_exact_ones():
     episodes = simulate(Walk(0.5, 2.0), RandomPolicy(2), 100, seed=0)
     exact = maximum_likelihood(Walk(), episodes, "ekf", progress=False)
@@ -114,6 +118,7 @@ def test_estimate_and_errors_against_the_exact_ones():
     assert 1e-4 < apart < 4 * (2 * 0.02 * 2) ** 0.5  # the random numbers are others
 
 
+@pytest.mark.slow
 def test_what_episodes_do_not_tell_has_no_standard_error():
     class Idle(Walk):
         def observation(self, state, action, context):

@@ -48,6 +48,7 @@ def tiger():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "likelihood"),
     [

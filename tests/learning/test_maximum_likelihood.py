@@ -67,6 +67,7 @@ def test_two_parameters_and_their_table():
     assert "converged" in table
 
 
+@pytest.mark.slow
 def test_what_episodes_do_not_tell_has_no_standard_error():
     episodes = simulate(LightDark(3), lambda history: torch.full((10,), 2), 10, seed=0)  # never moves
     model = LightDark(3, process_variance=positive(0.3), light_variance=positive(1.0))
@@ -75,6 +76,7 @@ def test_what_episodes_do_not_tell_has_no_standard_error():
     assert "no standard errors" in str(estimate)
 
 
+@pytest.mark.slow
 def test_estimate_serves_to_simulate_and_a_store_cannot_spoil_it():
     model = LightDark(4, dark_variance=positive(5.0))
     learned = with_parameters(model, {"dark_variance": 8.0})
@@ -110,6 +112,7 @@ def test_nested_and_decorated_parameters():
     assert estimate.model.scale.variance.item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_caller_is_left_alone():
     model = Walk()
     episodes = simulate(model, RandomPolicy(2), 5, seed=0)

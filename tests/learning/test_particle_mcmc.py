@@ -37,6 +37,7 @@ def posterior_of_power(episodes, prior):
     return mean.item(), (weights * (p - mean) ** 2).sum().sqrt().item()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 @pytest.mark.parametrize(
     ("likelihood", "draws", "jumps", "blocks"),
@@ -84,6 +85,7 @@ def test_posterior_against_the_exact_one(likelihood, draws, jumps, blocks):
     assert np.allclose(lp, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 def test_a_start_where_no_particle_is():
     """At a width of 0.6, 16 of a hundred places leave most episodes impossible; draws from the prior help."""
@@ -122,6 +124,7 @@ def test_episodes_that_are_not_the_models(likelihood):
         particle_marginal_metropolis_hastings(model, episodes, prior, likelihood=likelihood, seed=0, **QUICK)
 
 
+@pytest.mark.slow
 def test_groups_and_seeds():
     class Two(Constant):
         def __init__(self):
@@ -147,6 +150,7 @@ def test_groups_and_seeds():
     assert with_parameters(model, draw).offset.tolist() == pytest.approx(draw["offset"].tolist(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_jumps_forget_in_fewer_steps():
     """Two hundred looks at a variance: its posterior is nearly normal on the scale of logarithms."""
     episodes = simulate(Constant(3.0), RandomPolicy(2), 40, seed=0)
@@ -161,6 +165,7 @@ def test_jumps_forget_in_fewer_steps():
     assert effective[1] > 2 * effective[0]
 
 
+@pytest.mark.slow
 def test_blocks_of_an_estimate_have_their_own_random_numbers():
     model = LightDark(4, light_variance=positive(1.0))
     episodes = simulate(model, RandomPolicy(3), 7, seed=0)
@@ -180,6 +185,7 @@ def test_blocks_of_an_estimate_have_their_own_random_numbers():
     assert grid(at, 0) == pytest.approx(sum(expected), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 def test_workers_make_no_difference(monkeypatch):
     episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
@@ -210,6 +216,7 @@ def interrupting(after, delay):
     return Bar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
     episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
@@ -238,6 +245,7 @@ def test_ctrl_c_before_there_are_draws(monkeypatch):
         particle_marginal_metropolis_hastings(Alarm(), episodes, {"power": dist.Beta(2.0, 2.0)}, **options)
 
 
+@pytest.mark.slow
 def test_too_few_particles_are_reported():
     model = LightDark(8, light_variance=positive(0.02))
     episodes = simulate(model, RandomPolicy(3), 20, seed=0)
@@ -246,6 +254,7 @@ def test_too_few_particles_are_reported():
         particle_marginal_metropolis_hastings(model, episodes, prior, seed=0, **QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 def test_the_caller_is_left_alone():
     model = Alarm()

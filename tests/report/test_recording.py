@@ -46,6 +46,7 @@ def test_beliefs_and_rewards_are_those_of_the_filter(kind):
     torch.testing.assert_close(taken, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["ekf", "ukf", "grid"])
 def test_trying_outcomes_leaves_no_trace_in_the_filter(likelihood):
     """Filters that draw nothing believe what they believe without the outcomes that were tried in between."""
@@ -180,6 +181,7 @@ def test_contexts_are_balanced_among_those_that_are_possible():
     assert bool(torch.isfinite(sure.expected_information).all())
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_and_leaves_the_caller_alone(model):
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -278,6 +280,7 @@ def test_other_programs(program):
         assert len(data["seen"]["pair"][0][0]) == 2
 
 
+@pytest.mark.slow
 def test_long_recordings_keep_fewer_particles():
     recording = record(LightDark(horizon=150), fixed_actions(*[1] * 150), num_episodes=12, num_outcomes=1)
     cloud = recording.parts[0].cloud
@@ -285,6 +288,7 @@ def test_long_recordings_keep_fewer_particles():
     assert cloud.shape[3] < 200
 
 
+@pytest.mark.slow
 def test_the_first_episodes():
     recording = record(LineGrid(), RandomPolicy(3), num_episodes=4, likelihood="exact", num_outcomes=1)
     few, all_of_them = recording.first(2).as_dict(), recording.as_dict()

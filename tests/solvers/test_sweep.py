@@ -31,6 +31,7 @@ def timeless(found):
     return found.drop_vars("training_seconds")
 
 
+@pytest.mark.slow
 def test_each_point_is_a_fit_and_its_evaluation():
     models = {"grid": LineGrid(horizon=3), "tiger": ContextualTiger(horizon=3)}
     found = sweep(models, seeds=2, temperature=[0.0, 2.0], evaluation_seed=5, **QUICK, **HERE)
@@ -98,6 +99,7 @@ def test_arguments_that_make_no_sense(models, settings, message):
         sweep(models, **{**HERE, **settings})
 
 
+@pytest.mark.slow
 def test_a_killed_fit_goes_on_where_it_was(tmp_path, monkeypatch):
     """In the middle of a fit; what it had learned is there, and it ends where it would have ended."""
     folder, settings = tmp_path / "sweep", dict(likelihood="exact", iterations=40, batch_size=20)
@@ -132,6 +134,7 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path, monkeypatch):
     assert timeless(resumed).identical(timeless(whole))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others_are_left_alone(tmp_path, monkeypatch):
     """Those of other sweeps in the same folder, and of points of this one that failed."""
     model, folder = LineGrid(horizon=3), tmp_path / "sweep"
@@ -159,6 +162,7 @@ def test_checkpoints_of_others_are_left_alone(tmp_path, monkeypatch):
     assert not (folder / FITS).exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_processes_are_found(tmp_path):
     """For a model that is sent whole, as those of scripts are; there, `__main__` is a file of joblib's."""
     pytest.importorskip("joblib")

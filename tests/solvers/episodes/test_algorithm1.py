@@ -92,6 +92,7 @@ def test_a_context_by_name_for_all_runs():
     assert run.returns.shape == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("light_is_right", [True, False])
 def test_a_world_written_without_this_toolkit(light_is_right):
     model = LightDark()
@@ -210,6 +211,7 @@ def test_no_context_is_lost_for_good_but_what_the_prior_excludes_is():
         cids.run(model, 0, 2, solution=senses, prior=[0.0, 1.0], **QUICK)
 
 
+@pytest.mark.slow
 def test_resolving_fits_each_run_further_and_leaves_the_solution_alone():
     model = LineGrid()
     policy = LSTMPolicy(model, hidden=8, amortised=True, seed=1)
@@ -224,6 +226,7 @@ def test_resolving_fits_each_run_further_and_leaves_the_solution_alone():
         cids.run(model, 0, 2, solution=RandomPolicy(3), resolve=True, **QUICK)
 
 
+@pytest.mark.slow
 def test_resolving_plays_the_policy_that_was_fitted_in_the_same_world():
     """With steps of no size it is the given policy's run; with large ones it is not."""
     model = LineGrid()

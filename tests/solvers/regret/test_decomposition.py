@@ -288,6 +288,7 @@ EXACT = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @EXACT
 def test_information_costs_at_most_tau_on_every_history(name, tau):
     run = followed(name, tau)
@@ -336,6 +337,7 @@ class Telling(CPOMDP):
         return torch.where(action == context, 1.0, -1.0)
 
 
+@pytest.mark.slow
 def test_the_bound_is_above_where_it_says_something():
     run, K = exact_regret(Telling(), 60, temperature=1.0), np.arange(1, 61)
     # It guesses with the majority of k coins (at a draw, whatever) and loses 2 when that errs.
@@ -391,6 +393,7 @@ def test_violations_are_reported():
     assert random.largest_ratio > 0.5
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_reported():
     model = LineGrid(6)
     whole = exact_regret(model, 3, temperature=1.0)
@@ -409,6 +412,7 @@ def test_a_tolerance_that_leaves_nothing_is_refused(episodes):
         exact_regret(Guess(), episodes, temperature=6.0, tolerance=0.9)
 
 
+@pytest.mark.slow
 def test_limits_that_errors_speak_of_can_be_raised():
     model, random, prior = ContextualTiger(horizon=4), RandomPolicy(3), [[1 / 3] * 3]
     runs, settings = [prior], {"temperature": 0.0}

@@ -226,6 +226,7 @@ def test_a_context_that_is_there_twice_goes_by_playing():
 # ---- models without the others -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ekf", "ukf", "grid", "smc", "exact"])
 def test_every_backend_serves_a_restricted_model(backend):
     whole = LineGrid() if backend == "exact" else LightDark(horizon=6)
