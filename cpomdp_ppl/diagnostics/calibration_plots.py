@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from cpomdp_ppl.diagnostics.calibration import Calibration, ContextCalibration, Ranks
+    from cpomdp_ppl.diagnostics.calibration import Calibration
+    from cpomdp_ppl.diagnostics.context_calibration import ContextCalibration
+    from cpomdp_ppl.diagnostics.ranks import Ranks
 
 BAND = 0.99
 """How likely all bars of a uniform histogram are to lie within the band, at least."""
