@@ -48,7 +48,6 @@ TO_DO: dict[str, set[str]] = {
     "length": {
         "cpomdp_ppl.cli.compare.compare",
         "cpomdp_ppl.cli.diagnose.diagnose",
-        "cpomdp_ppl.diagnostics.calibration.calibrate",
         "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
