@@ -1,4 +1,4 @@
-"""Algorithm 1 on the page: what one and the same context brought, episode after episode."""
+"""Algorithm 1 on the page: what the same unknown context brought, episode after episode."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.experiments.run_folder import RunFolder
 
-MOST_EPISODES = 20
-"""Rows of the table: of more episodes, so many are shown, of_mean evenly from the first to the last."""
+MAX_EPISODES = 20
+"""How many rows the table has at most; of more episodes, so many are shown, at equal distances."""
+
+COLUMNS = {
+    "Episode": None,
+    "Runs": None,
+    "Return": 2,
+    "Standard error": 2,
+    "Regret": 2,
+    "H(C|history), bits": 3,
+    "P(true context)": 3,
+}
+"""Columns of the table, with their numbers of decimals."""
 
 
-COLUMNS = (
-    ("Episode", None),
-    ("Runs", None),
-    ("Return", 2),
-    ("Standard error", 2),
-    ("Regret", 2),
-    ("H(C|history), bits", 3),
-    ("P(true context)", 3),
-)
-"""With how many decimals."""
-
-
-def lived(folder: RunFolder) -> dict[str, Any] | None:
+def episode_table(folder: RunFolder) -> dict[str, Any] | None:
     """A row for each episode: means over the runs that played it; beliefs are means over all runs."""
     file = f"{LIVED}.csv"
     if not folder.has(file):
@@ -43,7 +42,7 @@ def lived(folder: RunFolder) -> dict[str, Any] | None:
         played = np.array([cell == "True" for cell in columns["played"]])
         returns, nats = _numbers(columns["return"]), _numbers(columns["entropy_nats"])
         true = columns["true_context"]
-        held = _numbers([columns[f"P({name})"][i] if name else "" for i, name in enumerate(true)])
+        believed = _numbers([columns[f"P({name})"][i] if name else "" for i, name in enumerate(true)])
         regret = _numbers(columns["regret"]) if "regret" in columns else np.full(len(episode), np.nan)
     except (KeyError, ValueError) as error:
         raise RunFolderError(f"{folder.path / file} is damaged: it is no record of Algorithm 1") from error
@@ -51,37 +50,39 @@ def lived(folder: RunFolder) -> dict[str, Any] | None:
     if not K:
         return None
     rows = []
-    for k in np.unique(np.linspace(1, K, min(K, MOST_EPISODES)).round().astype(int)):
+    for k in np.unique(np.linspace(1, K, min(K, MAX_EPISODES)).round().astype(int)):
         all_runs = episode == k
         playing = all_runs & played
         n = int(playing.sum())
-        of_mean = returns[playing].std(ddof=1) / n**0.5 if n > 1 else np.nan
         measured = [
             _mean(returns[playing]),
-            of_mean,
+            returns[playing].std(ddof=1) / n**0.5 if n > 1 else np.nan,
             _mean(regret[playing]),
             _mean(nats[all_runs]) / math.log(2),
-            _mean(held[all_runs]),
+            _mean(believed[all_runs]),
         ]
         rows.append([int(k), n, *significant(np.array(measured), 6)])
-    # No column for what nobody can tell, such as regret where no closed form is known.
-    told = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in rows)]
-    bits, believed = rows[-1][-2:]
-    sentence = f"After {K:,} {'episode' if K == 1 else 'episodes'}, {bits:.3f} bits are open on average"
-    sentence += "." if believed is None else f", and the true context is held {_percent(believed)} likely."
-    if len(rows) < K:
-        sentence += f" {len(rows)} of the episodes:"
+    # No column for what is nowhere known, such as regret without a closed form.
+    known = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in rows)]
+    titles = list(COLUMNS)
     return {
-        "sentence": sentence,
+        "sentence": _sentence(K, rows),
         "label": "Algorithm 1 by episode",
-        "columns": [COLUMNS[i][0] for i in told],
-        "decimals": [COLUMNS[i][1] for i in told],
-        "rows": [[row[i] for i in told] for row in rows],
+        "columns": [titles[i] for i in known],
+        "decimals": [COLUMNS[titles[i]] for i in known],
+        "rows": [[row[i] for i in known] for row in rows],
     }
 
 
+def _sentence(K: int, rows: list[list[Any]]) -> str:
+    bits, believed = rows[-1][-2:]
+    sentence = f"After {K:,} {'episode' if K == 1 else 'episodes'}, {bits:.3f} bits are open on average"
+    sentence += "." if believed is None else f", and the true context is held {_percent(believed)} likely."
+    return sentence if len(rows) == K else f"{sentence} {len(rows)} of the episodes:"
+
+
 def _numbers(cells: list[str]) -> NDArray[np.float64]:
-    """Of a column; NaN for empty cells."""
+    """A column as numbers; empty cells are NaN."""
     return np.array([float(cell) if cell else math.nan for cell in cells])
 
 
@@ -90,5 +91,5 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _percent(p: float) -> str:
-    """Never all of it, if something is missing."""
+    """A probability in per cent, which is 100 % only if nothing is missing."""
     return "more than 99.9 %" if 0.9995 <= p < 1 else f"{100 * p:.1f} %"

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from cpomdp_ppl.experiments.run_folder import RunFolder
 
 CURVES = {"return": "Return", "entropy": "H(C|Y), bits", "temperature": "Temperature τ"}
-"""What is shown of a history, by column."""
+"""The columns of a history that are shown, with their labels."""
 
-MOST_POINTS = 500
-"""Of a curve; of longer ones, means of neighbours are shown."""
+MAX_POINTS = 500
+"""How many points a curve has at most; of longer histories, means of neighbours are shown."""
 
-MOST_ROWS = 6
-"""Of R-hat, the worst first."""
+MAX_RHAT_ROWS = 6
+"""How many rows the table of R-hat has at most, the worst first."""
 
 RHAT_COLUMNS = {"mean": None, "sd": None, "ess_bulk": 0, "ess_tail": 0, "r_hat": 3}
-"""What is shown beside the name of a quantity, and with how many decimals, if that matters."""
+"""The columns shown beside the name of a quantity, with their numbers of decimals if fixed."""
 
 
 def headline(folder: RunFolder) -> dict[str, Any] | None:
-    """What came out: of an evaluation, of a comparison, or of both."""
+    """The results of an evaluation, of a comparison, or of both."""
     found: dict[str, Any] = {"tables": []}
     if folder.has(EVALUATION):
         evaluation = folder.read_json(EVALUATION)
@@ -49,8 +49,8 @@ def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any]
     """Return, entropy and temperature by iteration.
 
     Args:
-        folder: Of the run.
-        known_return: What an agent that is told the context earns, if that is known, to compare with.
+        folder: The run folder.
+        known_return: The expected return of an agent that knows the context; None if it is not known.
     """
     if not folder.has(HISTORY):
         return None
@@ -58,7 +58,7 @@ def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any]
     values = {name: np.array([_number(cell) for cell in cells]) for name, cells in columns.items()}
     if "iteration" not in values or len(values["iteration"]) < 2:
         return None
-    size = -(-len(values["iteration"]) // MOST_POINTS)
+    size = -(-len(values["iteration"]) // MAX_POINTS)
     series = [
         {
             "name": name,
@@ -88,8 +88,8 @@ def configuration(folder: RunFolder, in_force: Mapping[str, Any] | None = None) 
     """`run.json` as tables.
 
     Args:
-        folder: Of the run.
-        in_force: What settings of the run came to that were left at their defaults, beside what is noted.
+        folder: The run folder.
+        in_force: What settings came to that were left at their defaults, in addition to what the record says.
     """
     record = folder.record
     came_to = {**(in_force or {}), **_mapping(record.get("in_force"))}
@@ -97,18 +97,18 @@ def configuration(folder: RunFolder, in_force: Mapping[str, Any] | None = None) 
     parts = [
         ("Run", {name: value for name, value in run.items() if value is not None}),
         ("Model", record["arguments"]),
-        ("Settings", _settled(record["settings"], came_to)),
+        ("Settings", _with_defaults(record["settings"], came_to)),
     ]
     for command, entry in record["added"].items():
         if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
-            settings = _settled(entry["settings"], _mapping(entry.get("in_force")))
+            settings = _with_defaults(entry["settings"], _mapping(entry.get("in_force")))
             parts.append((f"Added by {command}", {**settings, "seed": entry.get("seed")}))
     parts.append(("Versions", record["versions"]))
     return [{"title": title, "rows": _rows(values)} for title, values in parts if values]
 
 
 def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The numbers that matter most, with their errors."""
+    """The numbers that matter most, with their standard errors."""
     returns, left = evaluation["returns"], evaluation["entropy"]
     numbers = [
         {
@@ -145,7 +145,7 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _fixed(value: float | None, places: int) -> str:
-    """A number, or a dash: of a single episode there is no error."""
+    """A number with fixed decimals; a dash for None, such as the standard error of a single episode."""
     return "–" if value is None else f"{value:.{places}f}"
 
 
@@ -178,7 +178,7 @@ def _table(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _rhat(folder: RunFolder) -> dict[str, Any] | None:
-    """R-hat, the worst rows first, and in a sentence."""
+    """R-hat as a table, the worst rows first, and in a sentence."""
     table = _table(folder, RHAT)
     titles: list[str] = table["columns"]
     if "r_hat" not in titles:
@@ -191,19 +191,19 @@ def _rhat(folder: RunFolder) -> dict[str, Any] | None:
     above = sum(row[k] > GOOD_RHAT for row in known)
     agree = f"all {len(known)} are" if not above else f"{len(known) - above} of {len(known)} are"
     sentence = f"R-hat is {known[0][k]:.3f} at most; {agree} at or below {GOOD_RHAT}, where chains agree."
-    if len(known) > MOST_ROWS:
-        sentence += f" The {MOST_ROWS} highest:"
+    if len(known) > MAX_RHAT_ROWS:
+        sentence += f" The {MAX_RHAT_ROWS} highest:"
     shown = [0, *(i for i, title in enumerate(titles) if i and title in RHAT_COLUMNS)]
     return {
         "columns": [titles[i] for i in shown],
-        "rows": [[row[i] for i in shown] for row in known[:MOST_ROWS]],
+        "rows": [[row[i] for i in shown] for row in known[:MAX_RHAT_ROWS]],
         "decimals": [RHAT_COLUMNS.get(titles[i]) for i in shown],
         "sentence": sentence,
     }
 
 
 def _calibration(folder: RunFolder) -> dict[str, Any]:
-    """The verdict, and what it goes by: a row for each quantity that was tested."""
+    """The verdict on a calibration, and a row for each quantity that was tested."""
     found = folder.read_json(CALIBRATION)
     try:
         sentence = f"The filter “{found['likelihood']}” is {found['verdict']}."
@@ -218,18 +218,17 @@ def _calibration(folder: RunFolder) -> dict[str, Any]:
         calibrated = bool(found["calibrated"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunFolderError(f"{folder.path / CALIBRATION} is damaged: it is no calibration") from error
-    columns, decimals = ["Quantity", "Episodes", "p", "Found"], [None, None, 4, None]
     return {
         "sentence": sentence,
         "calibrated": calibrated,
-        "columns": columns,
+        "columns": ["Quantity", "Episodes", "p", "Found"],
         "rows": rows,
-        "decimals": decimals,
+        "decimals": [None, None, 4, None],
     }
 
 
 def _number(text: str) -> float:
-    """A cell as a number; NaN if it is none."""
+    """A cell as a number; NaN if it is not one."""
     try:
         return float(text)
     except ValueError:
@@ -237,7 +236,7 @@ def _number(text: str) -> float:
 
 
 def _cell(text: str) -> float | int | str | None:
-    """A cell as what it looks like: a number, words, or nothing."""
+    """A cell as a number if it looks like one, else as text; None if it is empty or not finite."""
     number = _number(text)
     if math.isfinite(number):
         return int(number) if text.strip().lstrip("+-").isdigit() else number
@@ -245,7 +244,7 @@ def _cell(text: str) -> float | int | str | None:
 
 
 def _thinned(values: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """Means of `size` neighbours, without those that are not known."""
+    """Means of `size` neighbours, without values that are not finite."""
     groups = [values[i : i + size] for i in range(0, len(values), size)]
     known = [each[np.isfinite(each)] for each in groups]
     return np.array([each.mean() if len(each) else np.nan for each in known])
@@ -259,8 +258,8 @@ def _mapping(found: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _settled(settings: Mapping[str, Any], in_force: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, those that were left out with what they came to."""
+def _with_defaults(settings: Mapping[str, Any], in_force: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings; those that were left out are shown with what they came to."""
     return {
         name: f"{_shown(in_force[name])} (default)" if value is None and name in in_force else value
         for name, value in settings.items()

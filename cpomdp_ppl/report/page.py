@@ -15,7 +15,7 @@ from cpomdp_ppl.diagnostics.plots import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.experiments.run_folder import RunFolder, versions
 from cpomdp_ppl.prior import one_prior
-from cpomdp_ppl.report.algorithm1 import lived
+from cpomdp_ppl.report.algorithm1 import episode_table
 from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
 from cpomdp_ppl.report.pictures import SOLUTION, pictures
 from cpomdp_ppl.report.recording import record
@@ -29,17 +29,21 @@ if TYPE_CHECKING:
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.report.recording import Recording
 
 REPORT = "report.html"
 
-LARGEST = 4_800_000
-"""How many characters a page may have, some of which take two bytes of the 5 MB that it should stay below.
+MAX_CHARACTERS = 4_800_000
+"""How many characters a page may have. Some take two bytes, and the page should stay below 5 MB.
 
-Episodes, then figures, are left out to keep to it.
+If there is too much to show, episodes are left out first, then figures.
 """
 
-FIGURES_SHARE = 2_000_000
-"""How many of them figures may count on, however much room the episodes would take."""
+FIGURE_CHARACTERS = 2_000_000
+"""How many of them are reserved for figures, if there are any, however much room the episodes would take."""
+
+CAPTION_CHARACTERS = 10_000
+"""How many of them are reserved for captions of figures."""
 
 
 def write_report(
@@ -63,20 +67,20 @@ def write_report(
     was not finished gets a page that says so.
 
     Args:
-        folder: Of the run.
+        folder: The run folder.
         model: The CPOMDP that the run was about.
         policy: Who acts in the episodes to step through.
-        policy_name: What to call it on the page.
+        policy_name: What to call the policy on the page.
         output: Where to write the page; `report.html` in the folder if left out.
         likelihood: The filter whose beliefs are shown: a backend or its name; left out, the
             `default_backend` for the model.
         num_episodes: How many episodes to play, contexts balanced; fewer are kept if the page gets too large.
         num_particles: How many particles to show, at most.
-        prior: Over contexts, `[C]`; the model's if left out.
-        seed: Of everything random; None takes fresh entropy.
+        prior: Prior over contexts, `[C]`; the model's if left out.
+        seed: Seed of all random numbers; None takes fresh entropy.
         progress: Whether to show a progress bar.
-        in_force: What settings of the run came to that were left at their defaults, as far as its record does
-            not tell: `Solution.settings`, of a fit.
+        in_force: What settings came to that were left at their defaults, as far as the record of the run does
+            not say so; after a fit, `Solution.settings`.
 
     Returns:
         Where the page is.
@@ -100,10 +104,10 @@ def write_report(
     data = _frame(opened, model)
     data["headline"] = headline(opened)
     data["convergence"] = convergence(opened, _known_return(model, prior))
-    data["lived"] = lived(opened)
+    data["algorithm1"] = episode_table(opened)
     data["diagnostics"] = diagnostics(opened)
     data["configuration"] = configuration(opened, in_force or {})
-    room = LARGEST - len(page(data))
+    room = MAX_CHARACTERS - len(page(data))
     if policy is not None:
         recording = record(
             model,
@@ -115,18 +119,12 @@ def write_report(
             seed=seed,
             progress=progress,
         )
-        data["player"] = recording.as_dict()
         data["played_by"] = policy_name
-        share = FIGURES_SHARE if opened.figures else 0
-        while len(_json(data["player"])) > room - share and len(recording.episodes) > 1:
-            recording = recording.first(len(recording.episodes) // 2)
-            data["player"] = recording.as_dict()
-        room -= len(_json(data["player"]))
-    # What a solution's figure shows is on the page already, where there are both.
-    shown = data["convergence"] is not None and policy is not None
-    data["pictures"] = pictures(
-        opened, room - 10_000, {SOLUTION} if shown else ()
-    )  # the rest is for captions
+        data["player"], taken = _fitted(recording, room - (FIGURE_CHARACTERS if opened.figures else 0))
+        room -= taken
+    # With convergence and episodes, the page already shows what the figure of a solution does.
+    redundant = {SOLUTION} if data["convergence"] is not None and policy is not None else set()
+    data["pictures"] = pictures(opened, room - CAPTION_CHARACTERS, redundant)
     text = page(data)
     path = opened.path / REPORT if output is None else Path(output)
     opened.write(str(path.absolute()), lambda file: _write(file, text))
@@ -134,29 +132,45 @@ def write_report(
 
 
 def page(data: dict[str, Any]) -> str:
-    """The template with data in it; entries that are None are left out.
+    """The page with data in it; entries that are None are left out.
 
     Names in a model, settings and files may hold anything. Data are JSON in a block that no script reads as
-    code, without `<`, so that nothing in them can end it; the page puts them in as text; and its policy for
-    content lets no script run but its own, whose hash it names, and nothing be loaded.
+    code, without `<`, so that nothing in them can end it; the script shows them as text; and the page's
+    content security policy lets no other script run, by its hash, and nothing be loaded.
     """
-    template = files("cpomdp_ppl.report").joinpath("template.html").read_text(encoding="utf-8")
-    (script,) = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    folder = files("cpomdp_ppl.report")
+    template, style, script = (
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("template.html", "report.css", "report.js")
+    )
+    script = f"\n{script}"  # as it stands between its tags
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     values = {
         "TITLE": html.escape(str(data["title"])),
+        "STYLE": style,
         "SCRIPT_HASH": f"sha256-{digest}",
+        "SCRIPT": script,
         "DATA": _json({name: value for name, value in data.items() if value is not None}),
     }
-    # In one pass: what is put in is not looked through for further places.
+    # In one pass: what is put in is not searched for further places.
     return re.sub("@@([A-Z_]+)@@", lambda place: values[place[1]], template)
 
 
+def _fitted(recording: Recording, room: int) -> tuple[dict[str, Any], int]:
+    """As many of the recorded episodes as fit (one at least), and how many characters they take."""
+    while True:
+        data = recording.as_dict()
+        taken = len(_json(data))
+        if taken <= room or len(recording.episodes) == 1:
+            return data, taken
+        recording = recording.first(len(recording.episodes) // 2)
+
+
 def _frame(folder: RunFolder, model: CPOMDP) -> dict[str, Any]:
-    """What is at the top and at the bottom."""
+    """The top and the bottom of the page."""
     described = (type(model).__doc__ or "").strip().split("\n\n")[0]
     record = folder.record
-    finished = None if folder.finished else f"not finished: its “{record['command']}” was broken off"
+    unfinished = None if folder.finished else f"not finished: its “{record['command']}” was broken off"
     facts = {
         "command": record["command"],
         "contexts": str(model.num_contexts),
@@ -169,14 +183,14 @@ def _frame(folder: RunFolder, model: CPOMDP) -> dict[str, Any]:
         "title": type(model).__name__,
         "lead": " ".join(described.split()),
         "facts": list(facts.items()),
-        "unfinished": finished,
+        "unfinished": unfinished,
         "foot": f"Made by cpomdp-ppl {versions()['cpomdp-ppl']}.",
         "colours": list(COLOURS),
     }
 
 
 def _known_return(model: CPOMDP, prior: Sequence[float] | Tensor | None) -> float | None:
-    """What an agent that is told the context earns, if the model knows."""
+    """The expected return of an agent that knows the context, if the model has it in closed form."""
     by_context = model.context_known_return()
     if by_context is None:
         return None

@@ -1,4 +1,4 @@
-"""Figures of a run on the page: each in its section, with words for what is to be seen."""
+"""Figures of a run on the page: each in its section, with a caption that says what it shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOLUTION = "solution"
 """The figure of a fit: convergence, and a few episodes."""
 
 OTHERS = "others"
-"""Where figures go that are not known here."""
+"""The section of figures that are not known here."""
 
 KNOWN = {
     "contexts": (
@@ -35,11 +35,11 @@ KNOWN = {
     ),
     "calibration": (
         "diagnostics",
-        "How often contexts were true that were held so likely; and where the truth came among draws from "
-        "what was believed, which is everywhere alike if the filter is right.",
+        "How often contexts were true, by how likely they were held; and the rank of the truth among draws "
+        "from the belief, which is uniform if the filter is right.",
     ),
     LIVED: (
-        "lived",
+        "algorithm1",
         "On the left, the mean over runs, with a band of two standard errors either side if there are "
         "several and all played to the end; on the right, single runs (thin) and their mean (thick).",
     ),
@@ -49,16 +49,16 @@ KNOWN = {
         "held the true one.",
     ),
 }
-"""The section of a figure and what it shows, by name."""
+"""The section and the caption of each figure, by its name."""
 
 
 def pictures(folder: RunFolder, room: int, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Figures by section: those that are shown, and files of those for which there is no room.
+    """Figures by section: those that are shown, and the files of those for which there is no room.
 
     Args:
-        folder: Of the run.
+        folder: The run folder.
         room: How many characters the figures may take on the page.
-        without: Names of figures that the page has no need of.
+        without: Names of figures that the page does not need.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in folder.figures:
@@ -69,7 +69,7 @@ def pictures(folder: RunFolder, room: int, without: Collection[str] = ()) -> dic
         files = [folder.path / FIGURES / f"{name}.{kind}" for kind in ("svg", "png")]
         smallest = min((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
         kind = "svg+xml" if smallest.suffix == ".svg" else "png"
-        # As an image, never as markup: whatever is in the file cannot run.
+        # As an image, never as markup, so that nothing in the file can run.
         encoded = base64.b64encode(smallest.read_bytes()).decode("ascii")
         if len(encoded) > room:
             section["left_out"].append(f"{FIGURES}/{smallest.name}")

@@ -1,4 +1,4 @@
-"""Numbers for a page: no more digits than can be seen."""
+"""Numbers for a page, with no more digits than can be seen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEVELS = 2**16 - 1
+"""The highest level of a packed number; the lowest is 0."""
 
 
 def significant(values: Tensor | np.ndarray[Any, Any], digits: int = 4) -> Any:
-    """Nested lists of numbers with so many significant digits; None for what is not finite.
+    """Nested lists of numbers with a few significant digits; None for what is not finite.
 
     Example:
         >>> significant(np.array([[1234.56, 0.00123456], [np.nan, 0.0]]))
@@ -24,7 +25,7 @@ def significant(values: Tensor | np.ndarray[Any, Any], digits: int = 4) -> Any:
     array = array.astype(np.float64)
     finite = np.isfinite(array)
     size = np.abs(np.where(finite & (array != 0), array, 1.0))
-    # Powers of ten that are whole numbers, and divided by if need be: 0.1 is not a float.
+    # Only integer powers of ten, to multiply or divide by: 0.1 is not exact in binary.
     places = digits - 1 - np.floor(np.log10(size)).astype(int)
     up, down = 10.0 ** np.clip(places, 0, 300), 10.0 ** np.clip(-places, 0, 300)
     rounded = np.round(np.where(finite, array, 0.0) * up / down) * down / up
@@ -33,7 +34,7 @@ def significant(values: Tensor | np.ndarray[Any, Any], digits: int = 4) -> Any:
 
 
 def packed(values: Tensor) -> dict[str, Any]:
-    """Numbers as 16-bit levels between their extremes, in base 64: a fifth of what decimals take.
+    """Numbers as 16-bit levels between their extremes, in base 64, a fifth as long as in decimals.
 
     Example:
         >>> import torch

@@ -315,11 +315,11 @@ def test_every_section(browser, tmp_path):
     opened.write_figure("mine", figure)
     browser.open(write_report(folder, model=LineGrid()))
     sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "lived", "convergence", "diagnostics", "others", "configuration"]
+    assert sections == ["headline", "algorithm1", "convergence", "diagnostics", "others", "configuration"]
     assert text(browser, "#diagnostics p.warning").startswith("The filter “smc” is not calibrated: contexts")
     cells = browser.evaluate("[...document.querySelectorAll('#diagnostics tr td')].map((e) => e.textContent)")
     assert cells[:4] == ["contexts", "9", "<\u00a00.0001", "uneven"]
-    cells = browser.evaluate("[...document.querySelectorAll('#lived td')].map((each) => each.textContent)")
+    cells = browser.evaluate("[...document.querySelectorAll('#algorithm1 td')].map((e) => e.textContent)")
     assert cells == ["1", "1", "1.00", "0.721", "0.500", "2", "1", "2.50", "0.000", "1.000"]
     browser.wait("document.querySelector('#others img').naturalWidth > 100")
     assert browser.complaints == []

@@ -165,7 +165,7 @@ PARTS = {
     "history.csv": "convergence",
     "rhat.csv": "rhat",
     "calibration.json": "calibration",
-    "algorithm_1.csv": "lived",
+    "algorithm_1.csv": "algorithm1",
     "figures/contexts.svg": "figures",
 }
 
@@ -182,7 +182,7 @@ def test_what_is_missing_is_left_out(full, missing):
         "convergence": "convergence" in data,
         "rhat": data["diagnostics"]["rhat"] is not None,
         "calibration": data["diagnostics"]["calibration"] is not None,
-        "lived": "lived" in data,
+        "algorithm1": "algorithm1" in data,
         "figures": bool(data["pictures"]),
     }
     assert there == {name: name != PARTS[missing] for name in PARTS.values()}
@@ -191,7 +191,7 @@ def test_what_is_missing_is_left_out(full, missing):
 def test_an_empty_run_has_its_configuration_alone(tmp_path):
     new_run(tmp_path / "run").finish()
     data = written(tmp_path / "run").data
-    assert not {"headline", "player", "lived", "convergence", "diagnostics"} & set(data)
+    assert not {"headline", "player", "algorithm1", "convergence", "diagnostics"} & set(data)
     assert data["pictures"] == {}
     assert [part["title"] for part in data["configuration"]] == ["Run", "Settings", "Versions"]
 
@@ -257,8 +257,8 @@ def test_a_page_that_would_be_too_large(full, monkeypatch):
     alone = write_report(full.path, model=LineGrid()).read_text(encoding="utf-8")
     (figure,) = Parsed(alone).data["pictures"]["diagnostics"]["shown"]
     largest = len(alone) - len(figure["source"]) + 8_000
-    monkeypatch.setitem(module, "FIGURES_SHARE", 0)
-    monkeypatch.setitem(module, "LARGEST", largest)
+    monkeypatch.setitem(module, "FIGURE_CHARACTERS", 0)
+    monkeypatch.setitem(module, "MAX_CHARACTERS", largest)
     file = write_report(full.path, model=LineGrid(), likelihood="exact", **settings)
     text = file.read_text(encoding="utf-8")
     assert len(text) <= largest
@@ -304,7 +304,7 @@ def test_calibration_in_words(full):
 
 def test_algorithm_1_by_episode(full):
     """Returns and regret are means over runs that played, beliefs over all."""
-    found = written(full.path).data["lived"]
+    found = written(full.path).data["algorithm1"]
     assert found["columns"] == [
         "Episode", "Runs", "Return", "Standard error", "Regret", "H(C|history), bits", "P(true context)",
     ]  # fmt: skip
@@ -315,10 +315,10 @@ def test_algorithm_1_by_episode(full):
     )
     sure = {**LIVED, "P(a)": [0.5, 0.99999, 0.0, 0.0], "P(b)": [0.5, 0.0, 1.0, 1.0]}
     full.write_table("algorithm_1.csv", sure)
-    assert written(full.path).data["lived"]["sentence"].endswith("held more than 99.9 % likely.")
+    assert written(full.path).data["algorithm1"]["sentence"].endswith("held more than 99.9 % likely.")
     unknown = {**LIVED, "true_context": [None] * 4}
     full.write_table("algorithm_1.csv", {name: unknown[name] for name in unknown if name != "regret"})
-    found = written(full.path).data["lived"]
+    found = written(full.path).data["algorithm1"]
     assert found["columns"] == ["Episode", "Runs", "Return", "Standard error", "H(C|history), bits"]
     assert found["sentence"] == "After 2 episodes, 0.250 bits are open on average."
     full.write_table("algorithm_1.csv", {"episode": [1]})
@@ -330,7 +330,7 @@ def test_many_episodes_of_algorithm_1_are_thinned(full):
     n = 101
     once = {name: [column[0]] * n for name, column in LIVED.items()}
     full.write_table("algorithm_1.csv", {**once, "episode": range(1, n + 1)})
-    found = written(full.path).data["lived"]
+    found = written(full.path).data["algorithm1"]
     episodes = [row[0] for row in found["rows"]]
     assert len(episodes) == 20
     assert (episodes[0], episodes[-1]) == (1, n)
@@ -345,10 +345,10 @@ def test_figures_are_where_they_belong(full):
         shown = written(full.path, **settings).data["pictures"]
         return {place: [figure["name"] for figure in found["shown"]] for place, found in shown.items()}
 
-    elsewhere = {"diagnostics": ["contexts"], "lived": ["algorithm_1"], "others": ["mine"]}
+    elsewhere = {"diagnostics": ["contexts"], "algorithm1": ["algorithm_1"], "others": ["mine"]}
     assert names(policy=RandomPolicy(3)) == elsewhere
     assert names() == {**elsewhere, "convergence": ["solution"]}
-    (figure,) = written(full.path).data["pictures"]["lived"]["shown"]
+    (figure,) = written(full.path).data["pictures"]["algorithm1"]["shown"]
     assert "two standard errors" in figure["note"]
 
 
