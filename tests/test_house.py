@@ -52,7 +52,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
         "solvers.cids.training.fit",
-        "solvers.regret.decomposition.decompose",
     },
     "names": {
         "Alone",
@@ -68,7 +67,6 @@ TO_DO: dict[str, set[str]] = {
         "Transition",
         "as_columns",
         "is_discrete",
-        "returns_of",
         "smooth",
     },
 }

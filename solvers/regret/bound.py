@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.inference.finite import FiniteRecursion
 
-NOISE = 4.0
+ERRORS_ABOVE_ZERO = 4.0
 """Standard errors by which an entropy must exceed zero to tell anything about η."""
 
-
-NOTHING = 1e-12
+ZERO_ENTROPY = 1e-12
 """Entropies that are not larger, in nats, are zero but for rounding."""
 
 
@@ -77,7 +76,7 @@ class Bound:
         num_contexts: |C|.
         horizon: T.
         reward_bound: R_max, such that no reward is larger in absolute value; see `reward_bound`.
-        eta: η, such that every episode tells at least this fraction of what is yet unknown about the
+        eta: η, such that every episode reveals at least this fraction of what is yet unknown about the
             context, 0 to 1; see `estimate_eta`. With 0 there is no bound.
         xi: ξ; see `smallest_xi`.
 
@@ -139,10 +138,10 @@ def estimate_eta(
         entropies: `H(C | H_{k-1})`, expectations over histories, in nats, `[K]`.
         information: `I_k`, likewise, `[K]`; below zero, which is an estimate's noise, it counts as zero.
         information_errors: Standard errors of the information, `[K]`, if it is an estimate.
-        negligible: Which part of the largest entropy is too small to tell.
+        negligible: Entropies below this fraction of the largest are left out.
 
     Returns:
-        A number from 0 to 1: no episode can tell more than there is left to find out.
+        A number from 0 to 1: no episode can reveal more than there is left to find out.
 
     Raises:
         ValueError: If there is something to find out, but no entropy that exceeds the noise.
@@ -159,9 +158,9 @@ def estimate_eta(
     for name, values in (("information", gained), ("information_errors", errors)):
         require(values.shape == H.shape, name, list(values.shape), f"shape {list(H.shape)}, as of entropies")
     require_number("negligible", negligible, "a number, not negative")
-    if H.max() <= NOTHING:
+    if H.max() <= ZERO_ENTROPY:
         return 1.0
-    counts = (negligible * H.max() < H) & (NOISE * errors < H)
+    counts = (negligible * H.max() < H) & (ERRORS_ABOVE_ZERO * errors < H)
     what = "at least one that is larger than the noise of the information"
     require(bool(counts.any()), "entropies", H.tolist(), what)
     return float(np.clip(gained[counts] / H[counts], 0.0, 1.0).min())
@@ -189,9 +188,9 @@ def reward_bound(
 
     Args:
         model: The CPOMDP.
-        policies: Who else plays; policies go where random actions may not.
+        policies: Policies that play as well; they go where random actions may not.
         num_episodes: How many episodes each plays.
-        seed: Of everything random.
+        seed: Seed of all random numbers; None takes fresh entropy.
 
     Example:
         >>> from cpomdp_ppl.models import LightDark, LineGrid

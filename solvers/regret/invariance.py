@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.arrays import as_array, as_indices
 from cpomdp_ppl.errors import invalid, require, require_count, require_model, require_number
-from cpomdp_ppl.experiments.fingerprint import describe_model
-from cpomdp_ppl.model import CPOMDP
 from cpomdp_ppl.policy import as_policy
-from cpomdp_ppl.rng import fresh_seed, isolated, seed_for
+from cpomdp_ppl.rng import fresh_seed, seed_for
 from solvers import exact
 from solvers.exact.beliefs import MAX_BELIEFS
-from solvers.regret.values import EPISODES_AT_ONCE, played, require_episodes, returns_of
+from solvers.regret.restricted import Restricted
+from solvers.regret.values import EPISODES_AT_ONCE, double_returns, played, require_episodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.policy import Policy
-    from cpomdp_ppl.state import State
 
 ROUNDING = 1e-9
 """Exact gaps that exceed ε by less are taken to equal it."""
 
-UNSURE = 2.0
+ERRORS_ADDED = 2.0
 """Standard errors that are added to a gap before it is compared with ε."""
 
 
@@ -41,10 +36,10 @@ class Gaps:
     """What acting as is best in one context costs in another.
 
     Attributes:
-        contexts: Their names.
+        contexts: Names of the contexts.
         values: `V_{c_i}(π*_j)`, what the policy for context j earns in context i, float64 `[C, C]`.
         gaps: `V_{c_i}(π*_i) − V_{c_i}(π*_j)`, `[C, C]`; zero on the diagonal.
-        standard_errors: Of the gaps, `[C, C]`; zero if they are exact.
+        standard_errors: Standard errors of the gaps, `[C, C]`; zero if they are exact.
         source: `"exact"`, by dynamic programming, or `"policy"`, of policies that were played.
     """
 
@@ -61,7 +56,7 @@ class Gaps:
         be: an unsure pair counts as different.
         """
         require_number("epsilon", epsilon, "a number, not negative")
-        below = self.gaps + UNSURE * self.standard_errors <= epsilon + ROUNDING
+        below = self.gaps + ERRORS_ADDED * self.standard_errors <= epsilon + ROUNDING
         return below & below.T
 
 
@@ -88,10 +83,10 @@ def policy_gaps(
             lack to the optimum is then in the gaps, which may even be negative.
         num_episodes: How many episodes each policy plays in each context, at least 2. All play the same ones:
             the same first states and noise, as far as programs draw alike.
-        max_beliefs: How many there may be at any one time, if gaps are exact.
+        max_beliefs: How many beliefs there may be at any one time, if gaps are exact.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
-        seed: Of everything random.
+        seed: Seed of all random numbers; None takes fresh entropy.
 
     Raises:
         ValueError: If the model is not finite and there is no policy.
@@ -146,98 +141,10 @@ def _returns(
     """What a policy earns in every context that starts from one prior `[C]`, `[C, E]`."""
     contexts = torch.arange(model.num_contexts).repeat_interleave(num_episodes)
     parts = [
-        returns_of(played(model, policy, prior.expand(len(some), -1), some, seed_for(seed, k)))
+        double_returns(played(model, policy, prior.expand(len(some), -1), some, seed_for(seed, k)))
         for k, some in enumerate(contexts.split(batch_size))
     ]
     return torch.cat(parts).reshape(-1, num_episodes)
-
-
-class Restricted(CPOMDP):
-    """A CPOMDP over some of another's contexts, whose programs it runs.
-
-    It has a copy of the other, with the values that its parameters have now.
-
-    Args:
-        model: The other.
-        kept: Which contexts, by index in the other or by name, in the order they have here.
-        prior: Over the kept ones, `[K]`.
-
-    Attributes:
-        original: The copy.
-        origin: What tells the other from other models, as text; it makes saved solutions of restricted models
-            differ where these do.
-
-    Example:
-        >>> from cpomdp_ppl.models import ContextualTiger
-        >>> dull = Restricted(ContextualTiger(), ["left dull", "right dull"], [0.5, 0.5])
-        >>> dull.check()
-        >>> dull.context_names
-        ('left dull', 'right dull')
-    """
-
-    original: CPOMDP
-    index: Tensor
-
-    def __init__(self, model: CPOMDP, kept: Sequence[int | str] | Tensor, prior: Sequence[float]) -> None:
-        super().__init__()
-        require_model(model)
-        index = _kept(kept, model)
-        self.contexts = tuple(model.context_names[c] for c in index.tolist())
-        self.actions = model.actions
-        self.horizon = model.horizon
-        self.states = model.states
-        self.initial_observation = model.initial_observation
-        self.max_plate_nesting = model.max_plate_nesting
-        self.context_prior = list(prior)
-        self.origin = json.dumps(describe_model(model), sort_keys=True)
-        self.original = _copy(model)
-        self.register_buffer("index", index.to(model.device))
-        self.require_definition()
-
-    def initial(self, context: Tensor) -> State:
-        """The original's."""
-        return self.original.initial(self.index[context])
-
-    def transition(self, state: Any, action: Tensor, context: Tensor) -> State:
-        """The original's."""
-        return self.original.transition(state, action, self.index[context])
-
-    def observation(self, state: Any, action: Any, context: Tensor) -> None:
-        """The original's."""
-        self.original.observation(state, action, self.index[context])
-
-    def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
-        """The original's."""
-        return self.original.reward(state, action, self.index[context])
-
-    def context_known_return(self) -> Tensor | None:
-        """The original's, of the contexts that were kept."""
-        best = self.original.context_known_return()
-        return None if best is None else best[self.index.to(best.device)]
-
-
-def _kept(kept: Any, model: CPOMDP) -> Tensor:
-    """Indices of contexts, `[K]`, each there once."""
-    expected = f"different indices 0 to {model.num_contexts - 1}, or names out of {list(model.context_names)}"
-    array = as_array("kept", kept)
-    require(array.ndim == 1 and array.dtype.kind in "iuU", "kept", kept, expected)
-    index = as_indices("kept", array, model.context_names)
-    inside = bool(((index >= 0) & (index < model.num_contexts)).all())
-    require(inside and len(index.unique()) == len(index), "kept", kept, expected)
-    return index
-
-
-def _copy(model: CPOMDP) -> CPOMDP:
-    """A copy that may become part of another model, with what Pyro's param store knows about it."""
-    with isolated(0), model.running():
-        for module in model.modules():
-            for name in getattr(module, "_pyro_params", ()):
-                getattr(module, name)  # reading a parameter brings it up to date
-        copy = deepcopy(model)
-    for module in copy.modules():
-        if isinstance(module, PyroModule):
-            module._pyro_context.used = False  # the copy has not run, whatever the original has
-    return copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,11 +153,11 @@ class Merge:
 
     Attributes:
         epsilon: What a difference may cost, in units of return.
-        gaps: Between all contexts of the model.
+        gaps: The gaps between all contexts of the model.
         invariant: Which pairs are ε-policy invariant, bool `[C, C]`.
         kept: Indices of the contexts that stay.
-        dropped: Those that go, by name, and the name of the one that stands for each.
-        prior: Over the contexts that stay, float64: each has the mass of those that it stands for, too.
+        dropped: Names of the contexts that go, each with the name of the one that stands for it.
+        prior: Prior over the contexts that stay, float64: each has also the mass of those it stands for.
         model: A CPOMDP over the contexts that stay.
     """
 
@@ -304,7 +211,7 @@ def merge_invariant_contexts(
         epsilon: What a difference may cost, in units of return.
         policy: As for `policy_gaps`.
         gaps: From `policy_gaps`, to not compute them again; then there is no use for a policy and settings.
-        settings: Others of `policy_gaps`.
+        settings: Further settings of `policy_gaps`.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid

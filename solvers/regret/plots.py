@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from solvers.episodes.record import Run
     from solvers.regret.bound import Bound
-    from solvers.regret.values import Optima
+    from solvers.regret.optima import Optima
 
 SIZE = (6.2, 4.2)
 
@@ -82,7 +82,7 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
     """The information ratio Ψ_k = Δ_k / I_k: what a nat about the context cost in each episode.
 
     By Lemma 3.3 it is at most τ if the policy maximises `V̄_k + τ I_k`. Every run is a dot, and the line is
-    their mean; episodes that told nothing (NaN) are left out.
+    their mean; episodes that revealed nothing (NaN) are left out.
 
     Args:
         curves: Ratios by name, `[R, K]`, or `[K]`.
@@ -98,9 +98,9 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
         k = np.broadcast_to(np.arange(1, ratios.shape[1] + 1), ratios.shape)
         if len(ratios) > 1:
             axis.plot(k.ravel(), ratios.ravel(), "o", ms=3, mew=0, alpha=0.35, color=_colour(i))
-        told = ~np.isnan(ratios).all(0)
-        mean = np.nanmean(ratios[:, told], axis=0)
-        axis.plot(k[0, told], mean, marker="o", ms=4, color=_colour(i), ls=_style(i), lw=1.6, label=name)
+        known = ~np.isnan(ratios).all(0)
+        mean = np.nanmean(ratios[:, known], axis=0)
+        axis.plot(k[0, known], mean, marker="o", ms=4, color=_colour(i), ls=_style(i), lw=1.6, label=name)
     axis.axhline(temperature, color=TRUTH, ls="dashed", lw=1.4, label=f"τ = {temperature:g}")
     axis.set(xlabel="episode k", ylabel="information ratio Δ / I (reward per nat)")
     _finish(figure, axis)
@@ -108,11 +108,11 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
 
 
 def plot_run(run: Run, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
-    """What a run earned and found out: returns, or regret where it can be told, and the posterior.
+    """What a run earned and found out: regret, or returns where regret is not known, and the posterior.
 
     Args:
         run: From `cids.run`.
-        optima: What an agent earns that is told the context, `[C]`; as for `Run.regret`.
+        optima: What an agent earns who knows the context, `[C]`; as for `Run.regret`.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from solvers import exact as exactly
 from solvers.cids.objective import MIXED
 from solvers.exact import MAX_HISTORIES
 from solvers.exact.beliefs import DECIMALS as EXACT_DECIMALS
-from solvers.exact.beliefs import MAX_BELIEFS, TooManyBeliefsError
 from solvers.exact.tables import distinct_rows
 
 if TYPE_CHECKING:
@@ -42,9 +40,7 @@ NOISELESS = ("exact", "grid")
 """Names of backends whose posteriors are the true ones, but for rounding."""
 
 WORLD, POLICY, FILTER = range(3)
-"""What random numbers are for."""
-
-Source = Literal["exact", "closed form", "policy"]
+"""What the random numbers of a batch of episodes are for."""
 
 
 class PolicyValues(NamedTuple):
@@ -52,7 +48,7 @@ class PolicyValues(NamedTuple):
 
     Attributes:
         values: `V_c(π)`, the expected return in every context, float64 `[N, C]`.
-        standard_errors: Of the values, `[N, C]`.
+        standard_errors: Standard errors of the values, `[N, C]`.
         information: `I(C; Y)` in nats if the prior is right, `[N]`.
         information_errors: Standard errors of the information, `[N]`.
     """
@@ -88,17 +84,17 @@ def policy_values(
 
     Args:
         model: The CPOMDP.
-        policy: Who acts.
-        priors: From which it starts, `[N, C]`.
-        num_episodes: How many to play for each prior and context, at least 2.
+        policy: The policy that acts.
+        priors: The priors from which it starts, `[N, C]`.
+        num_episodes: How many episodes to play for each prior and context, at least 2.
         likelihood: How to compute context posteriors: a backend or its name. Left out, it is the most exact,
             which for continuous states takes its time; `"smc"` is several times as fast, and noisier.
         exact: Whether to go through all histories instead; see `solvers.exact.evaluate`, which refuses
             policies that draw random numbers themselves.
-        max_histories: How many it may then have to decide in at any one time.
+        max_histories: In how many histories it may then have to decide at any one time.
         batch_size: How many episodes are played side by side.
         progress: Whether to show a progress bar.
-        seed: Of everything random; None takes fresh entropy.
+        seed: Seed of all random numbers; None takes fresh entropy.
 
     Example:
         >>> from cpomdp_ppl import RandomPolicy
@@ -155,8 +151,8 @@ def played(model: CPOMDP, policy: PolicyLike, believed: Tensor, contexts: Tensor
     return simulate(model, timed, len(contexts), contexts=contexts, prior=believed, seed=world)
 
 
-def returns_of(episodes: Episodes) -> Tensor:
-    """Float64 `[B]`."""
+def double_returns(episodes: Episodes) -> Tensor:
+    """Returns of episodes, float64 `[B]`."""
     assert episodes.returns is not None
     return episodes.returns.double().cpu()
 
@@ -171,21 +167,21 @@ def sampled(
 
     Args:
         model: The CPOMDP.
-        policy: Who acts.
-        priors: `[N, C]`.
-        num_episodes: How many E for each prior and context.
-        follow: For posteriors; None to not compute them.
-        seed: Of everything random.
+        policy: The policy that acts.
+        priors: Priors over contexts, `[N, C]`.
+        num_episodes: How many episodes E for each prior and context.
+        follow: How posteriors are computed; None to not compute them.
+        seed: Seed of all random numbers.
 
     Returns:
-        Returns `[N, C, E]`, and what the episodes told about the context, likewise.
+        Returns `[N, C, E]`, and what the episodes revealed about the context in nats, likewise.
     """
     N, C = priors.shape
     shape = (N, C, num_episodes)
     believed = priors[:, None, None].expand(*shape, C).reshape(-1, C)  # [B, C], B = N C E
     contexts = torch.arange(C)[None, :, None].expand(shape).reshape(-1)
     episodes = played(model, policy, believed, contexts, seed)
-    returns = returns_of(episodes).reshape(shape)
+    returns = double_returns(episodes).reshape(shape)
     if follow is None:
         return returns, None
     # A context that the prior excludes has no weight, but its episodes may be impossible under the prior.
@@ -235,90 +231,6 @@ def merged(priors: Tensor, decimals: int) -> tuple[Tensor, Tensor]:
     return priors[torch.from_numpy(first)], torch.from_numpy(number)
 
 
-@dataclass(frozen=True, eq=False)
-class Optima:
-    """What an agent earns at best that is told the context.
-
-    Attributes:
-        values: `V_c(π*_c)`, float64 `[C]`.
-        standard_errors: Of the values, `[C]`; zero unless a policy was played.
-        source: `"exact"`, by dynamic programming; `"closed form"`, by the model's own
-            `context_known_return`; `"policy"`, of a policy that was told the context; `"given"`, by you.
-    """
-
-    values: Tensor
-    standard_errors: Tensor
-    source: Source | Literal["given"]
-
-    @staticmethod
-    def known(values: Any, source: Source | Literal["given"]) -> Optima:
-        """Values without error."""
-        v = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-        return Optima(v, torch.zeros_like(v), source)
-
-
-def context_known_values(
-    model: CPOMDP,
-    policy: PolicyLike | None = None,
-    *,
-    source: Source | None = None,
-    num_episodes: int = 2000,
-    max_beliefs: int = MAX_BELIEFS,
-    batch_size: int = EPISODES_AT_ONCE,
-    progress: bool = False,
-    seed: int | None = 0,
-) -> Optima:
-    """`V_c(π*_c)`: what an agent earns at best in every context if it is told the context.
-
-    Args:
-        model: The CPOMDP.
-        policy: One that does its best when its prior is sure of the context; its return is then at most the
-            optimum.
-        source: Where the values come from. Left out, it is dynamic programming if the model is finite and
-            small enough, else the model's own `context_known_return`, else the policy.
-        num_episodes: How many episodes the policy plays in each context, at least 2.
-        max_beliefs: How many there may be at any one time for dynamic programming.
-        batch_size: How many episodes are played side by side.
-        progress: Whether to show a progress bar.
-        seed: Of everything random.
-
-    Raises:
-        ValueError: If there is no such source.
-
-    Example:
-        >>> from cpomdp_ppl.models import LightDark
-        >>> optima = context_known_values(LightDark())
-        >>> optima.source, optima.values.numpy().round(2)
-        ('closed form', array([17.96, 17.96]))
-    """
-    require_model(model)
-    sources = ("exact", "closed form", "policy")
-    require(source is None or source in sources, "source", source, f"None or one of {list(sources)}")
-    E = require_episodes(num_episodes)
-    eye = torch.eye(model.num_contexts, dtype=torch.float64)
-    if source == "exact" or (source is None and model.states is not None):
-        try:
-            best = [exactly.plan(model, prior=point, max_beliefs=max_beliefs).value for point in eye]
-            return Optima.known(best, "exact")
-        except TooManyBeliefsError:
-            if source == "exact" or (policy is None and model.context_known_return() is None):
-                raise
-    known = None if source == "policy" else model.context_known_return()
-    if known is not None:
-        return Optima.known(known, "closed form")
-    if source == "closed form":
-        raise invalid("source", source, f"another, as {_name(model)} has no context_known_return")
-    if policy is None:
-        needed = f"a policy, as {_name(model)} is not finite and has no context_known_return"
-        raise invalid("policy", None, needed if source is None else 'a policy, for source="policy"')
-    told = []
-    for some, part_seed in in_parts(eye, E, batch_size, seed, progress):
-        believed = some.repeat_interleave(E, 0)
-        told.append(returns_of(played(model, policy, believed, believed.argmax(-1), part_seed)))
-    own = torch.cat(told).reshape(-1, E)  # [C, E]
-    return Optima(own.mean(-1), own.std(-1) / E**0.5, "policy")
-
-
 def as_priors(argument: str, priors: Any, num_contexts: int) -> Tensor:
     """Check distributions over contexts, `[N, C]`; float64."""
     p = as_tensor(argument, priors).double().cpu()
@@ -334,7 +246,3 @@ def require_episodes(num_episodes: Any) -> int:
     E = require_count("num_episodes", num_episodes)
     require(E > 1, "num_episodes", num_episodes, "at least 2, to tell the standard error")
     return E
-
-
-def _name(model: CPOMDP) -> str:
-    return type(model).__name__
