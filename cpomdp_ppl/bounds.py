@@ -1,4 +1,4 @@
-"""What nobody earns more than: the return of an agent that is told the context and sees every state."""
+"""An upper bound on returns: what an agent earns that knows the context and sees every state."""
 
 from __future__ import annotations
 
@@ -8,53 +8,56 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require, require_model
+from cpomdp_ppl.inference import GridFilter, ObservableOperator
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.finite import ObservableOperator
-from cpomdp_ppl.inference.grid import BOUNDARY_MASS, GridFilter, GridRecursion
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cpomdp_ppl.inference.finite import DiscreteRecursion
+    from cpomdp_ppl.inference.discrete import DiscreteRecursion
+    from cpomdp_ppl.inference.grid import GridRecursion
     from cpomdp_ppl.model import CPOMDP
 
-MEMORY = 2**30
+TABLE_MEMORY = 2**30
 """Bytes that the table of a finite model's transitions may take."""
 
-POINTS = (150, 300, 600, 1200)
-"""Of grids, each finer than the last, until two agree."""
+GRID_SIZES = (150, 300, 600, 1200)
+"""Numbers of points of grids that are tried, each finer than the last, until two agree."""
 
-ACCURACY = 0.01
-"""Grids agree whose values differ by less of what lies between the best and the worst that can be earned."""
+RELATIVE_DIFFERENCE = 0.01
+"""Share of the range from the worst to the best return by which the values of two grids may differ."""
 
-ROUNDING = 1e-9
-"""And of the highest reward, at every step."""
+ROUNDING_ERROR = 1e-9
+"""Share of the highest reward by which they may differ besides, at every step."""
 
-PEAK = 0.1
-"""How much of the range of rewards may be lost between the points of a grid."""
+LARGEST_LOSS = 0.1
+"""Share of the range of rewards that may be lost between the points of a grid."""
+
+LEAVING_PROBABILITY = 1e-3
+"""Probability with which a state may get to the boundary of a grid."""
 
 
 def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
     """The best expected return in every context for an agent that knows context and state, float64 `[C]`.
 
-    No policy earns more, as none knows more: it is an upper bound on what can be earned, and what a policy
-    falls short of it is an upper bound on its regret. How loose it is depends on what it takes to find out
-    the state; `CPOMDP.context_known_return` and `solvers.exact` ask less of the agent.
+    No policy earns more, as none knows more. So this is an upper bound on what can be earned, and how much
+    less a policy earns is an upper bound on its regret. How loose it is depends on what it takes to find out
+    the state; `CPOMDP.context_known_return` and `solvers.exact` assume less of the agent.
 
     It is found by backward induction, `V_t(s) = max_a r_c(s, a) + E[V_{t+1}(s') | s, a, c]`: exactly on the
     tables of a finite model, and for one or two real numbers on a grid that is refined until it makes no
     difference. Twice the difference that the last refinement made is added, to stay on the safe side. A
-    peak of the reward that is narrower than some thousandth of the states' range may be overlooked.
+    peak of the reward that is narrower than about a thousandth of the states' range may be overlooked.
 
     Args:
         model: The CPOMDP.
         max_dim: How many real numbers a state may have, 1 or 2; a grid in the plane may take minutes.
 
     Returns:
-        None where it cannot be had: if states are of another kind, too many, or without bounds, if no two
-        grids agree, or if a reward is not finite in a state that nobody may ever be in.
+        The returns, or None where they cannot be computed: if states are of another kind, too many, or
+        without bounds, if no two grids agree, or if a reward is not finite in a state that may be impossible.
 
     Example:
         >>> from cpomdp_ppl.models import ContextualTiger
@@ -64,7 +67,7 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
     require_model(model)
     require(max_dim in (1, 2), "max_dim", max_dim, "1 or 2")
     N = model.states
-    if N is not None and 8 * model.num_contexts * model.num_actions * N**2 > MEMORY:
+    if N is not None and 8 * model.num_contexts * model.num_actions * N**2 > TABLE_MEMORY:
         return None
     if N is None and sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) > max_dim:
         return None
@@ -75,12 +78,12 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
                 best = best_return(exact, exact.rewards)
                 return best if bool(best.isfinite().all()) else None
             return _on_grids(model)
-    except (UnsupportedModelError, DensityError):  # the programs do not allow of tables
+    except (UnsupportedModelError, DensityError):  # the programs cannot be tabulated
         return None
 
 
 def best_return(recursion: DiscreteRecursion, rewards: Tensor) -> Tensor:
-    """What earns most of rewards `[C, A, N]` if every state is seen, by backward induction, `[C]`."""
+    """The highest expected sum of rewards `[C, A, N]` if states are seen, by backward induction, `[C]`."""
     actions = torch.arange(rewards.shape[1], device=rewards.device)
     V = torch.zeros_like(rewards[:, 0])  # [C, N]
     for _ in range(recursion.model.horizon):
@@ -89,15 +92,17 @@ def best_return(recursion: DiscreteRecursion, rewards: Tensor) -> Tensor:
 
 
 def _expected(recursion: DiscreteRecursion, values: Tensor, actions: Tensor) -> Tensor:
-    """Means of values `[C, N]` of the next state, after every action, `[C, A, N]`."""
+    """Expected values `[C, A, N]` of the next state after every action, from values `[C, N]`."""
     least = values.amin()  # the grid takes its values for densities, and cuts what is negative
     return least + recursion.expect((values - least)[:, None].expand(-1, len(actions), -1), actions)
 
 
 def _on_grids(model: CPOMDP) -> Tensor | None:
     coarse: Tensor | None = None
-    for num_points in POINTS:
-        recursion = GridFilter(num_points, tolerance=math.inf).recursion(model)  # its own check is below
+    for num_points in GRID_SIZES:
+        recursion = GridFilter(num_points, tolerance=math.inf).recursion(
+            model
+        )  # the grids are compared below
         if not _covers(recursion) or not _resolves(recursion):
             coarse = None
             continue
@@ -105,8 +110,8 @@ def _on_grids(model: CPOMDP) -> Tensor | None:
         if coarse is not None:
             error = (fine - coarse).abs()
             worst = -best_return(recursion, -recursion.rewards)
-            rounding = ROUNDING * model.horizon * recursion.rewards.abs().amax()
-            if bool((error <= ACCURACY * (fine - worst) + rounding).all()):
+            rounding = ROUNDING_ERROR * model.horizon * recursion.rewards.abs().amax()
+            if bool((error <= RELATIVE_DIFFERENCE * (fine - worst) + rounding).all()):
                 return fine + 2 * error
         coarse = fine
     return None
@@ -119,7 +124,7 @@ def _covers(recursion: GridRecursion) -> bool:
     for _ in range(recursion.model.horizon):
         reached[:, recursion.grid.boundary] = 1.0
         reached = _expected(recursion, reached, torch.arange(A)).amax(1)
-    return bool(((recursion.initial * reached).sum(-1) <= BOUNDARY_MASS).all())
+    return bool(((recursion.initial * reached).sum(-1) <= LEAVING_PROBABILITY).all())
 
 
 def _resolves(recursion: GridRecursion) -> bool:
@@ -128,4 +133,4 @@ def _resolves(recursion: GridRecursion) -> bool:
     x = recursion.grid.subpoints(torch.arange(G), 16 if recursion.dim == 1 else 4).flatten(0, 1)
     everywhere = recursion.reward(recursion.as_state(x[None, None]), torch.arange(A), (C, A, len(x)))
     missed = everywhere.amax(-1) - recursion.rewards.amax(-1)  # [C, A]
-    return bool((missed <= PEAK * (everywhere.amax(-1) - everywhere.amin(-1))).all())
+    return bool((missed <= LARGEST_LOSS * (everywhere.amax(-1) - everywhere.amin(-1))).all())

@@ -173,7 +173,7 @@ def test_none_rather_than_a_wrong_one(monkeypatch):
     assert informed_return(Needle()) is None
     assert informed_return(Runaway()) is None
     assert informed_return(Forbidden(0)) is None
-    monkeypatch.setattr(bounds, "MEMORY", 100)
+    monkeypatch.setattr(bounds, "TABLE_MEMORY", 100)
     assert informed_return(ContextualTiger()) is None
     with pytest.raises(ValueError, match="max_dim: expected 1 or 2, got 3"):
         informed_return(ContextualTiger(), max_dim=3)

@@ -33,14 +33,7 @@ TO_DO: dict[str, set[str]] = {
     "inference": {
         "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",
         "baselines.qmdp: cpomdp_ppl.inference.particle_filter:CELLS_AT_ONCE",
-        "cpomdp_ppl.bounds: cpomdp_ppl.inference.finite:ObservableOperator",
-        "cpomdp_ppl.bounds: cpomdp_ppl.inference.grid:BOUNDARY_MASS",
-        "cpomdp_ppl.bounds: cpomdp_ppl.inference.grid:GridFilter",
-        "cpomdp_ppl.bounds: cpomdp_ppl.inference.grid:GridRecursion",
-        "cpomdp_ppl.learning.fisher_scoring: cpomdp_ppl.inference.kalman:pseudo_inverse",
-        "cpomdp_ppl.learning.likelihood: cpomdp_ppl.inference.enumeration:double_precision",
-        "cpomdp_ppl.learning.likelihood: cpomdp_ppl.inference.enumeration:in_double_precision",
-        "cpomdp_ppl.report.recording: cpomdp_ppl.inference.finite:DiscreteBelief",
+        "cpomdp_ppl.report.recording: cpomdp_ppl.inference.discrete:DiscreteBelief",
     },
     "layers": {
         "cpomdp_ppl.generative -> cpomdp_ppl.inference",
@@ -58,16 +51,12 @@ TO_DO: dict[str, set[str]] = {
         "Batch",
         "Estimator",
         "Fitting",
-        "Grid",
         "Learner",
         "Objective",
         "RecurrentPolicy",
         "Scored",
         "Step",
-        "Transition",
         "as_columns",
-        "is_discrete",
-        "smooth",
     },
 }
 
@@ -176,16 +165,19 @@ def algorithm() -> Iterator[str]:
             yield f"{module}: {word.lower()}"
 
 
-# What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, and
-# the choice of a backend. How each backend does its work is its affair.
+# What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, the
+# choice of a backend, and arithmetic (covariances, double precision). How each backend does its work is its
+# affair.
 PUBLIC_INFERENCE = {
     "backend",
     "belief",
     "choice",
+    "covariance",
     "filtering",
     "observed",
     "online",
     "persistence",
+    "precision",
     "sampling",
     "scan",
     "smoothing",

@@ -12,24 +12,27 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCAN = 2**14
+SCAN_POINTS = 2**14
 """Points at which functions are evaluated together in the search for jumps."""
 
-LEVELS, REACH = 2, 16
-"""How often cells around a jump are halved, and from how many cells' distance on."""
+HALVINGS = 2
+"""How often cells around a jump are halved."""
+
+HALVED_CELLS = 16
+"""Distance from a jump, in cells, within which they are halved."""
 
 SHARERS = 6
-"""Among how many points along each axis a point is shared out, an even number."""
+"""Number of points along each axis among which a point is shared out; it is even."""
 
 MOST_JUMPS = 32
-"""With more, a function is rather rough everywhere."""
+"""Number of jumps beyond which a function is taken to be rough everywhere."""
 
 
-class Grid:
+class CellGrid:
     """Cells in one or two dimensions, and their centres: the points.
 
     Args:
-        edges: Of the cells along each axis, ascending.
+        edges: Edges of the cells along each axis, ascending.
     """
 
     def __init__(self, edges: Sequence[Tensor]) -> None:
@@ -45,43 +48,43 @@ class Grid:
         self.boundary = torch.cartesian_prod(*at_end).reshape(-1, self.dim).any(1).nonzero()[:, 0]
 
     @staticmethod
-    def between(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> Grid:
+    def between(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> CellGrid:
         """The grid of equal cells, about as wide as asked for, that fills given bounds."""
         pairs = zip(bounds, widths, strict=True)
-        return Grid(
+        return CellGrid(
             [torch.linspace(low, high, max(SHARERS, round((high - low) / h)) + 1) for (low, high), h in pairs]
         )
 
     @staticmethod
-    def around(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> Grid:
+    def around(bounds: Sequence[Sequence[float]], widths: Sequence[float]) -> CellGrid:
         """A grid of equal cells, about as wide as asked for, that covers bounds and has round edges."""
         edges = []
         for (low, high), width in zip(bounds, widths, strict=True):
             h = _round_spacing(width)
             first, last = math.floor(low / h), math.ceil(high / h)
             edges.append(torch.arange(first, max(last, first + SHARERS) + 1) * h)
-        return Grid(edges)
+        return CellGrid(edges)
 
-    def refined(self, jumps: Sequence[float]) -> Grid:
+    def refined(self, jumps: Sequence[float]) -> CellGrid:
         """A one-dimensional grid of equal cells, with finer ones around jumps.
 
         A belief conditioned on a density that jumps has a steep edge there, which coarse cells would blur.
         All but the outermost edges move a little, such that the first jump is on one.
 
         Args:
-            jumps: Where they are.
+            jumps: Places of the jumps.
         """
         edges, h = self.edges[0].clone(), float(self.finest[0])
         if jumps:
             away = math.remainder(jumps[0] - float(edges[0]), h)
             edges[1:-1] += away if abs(away) > 1e-9 * h else 0.0
-        for level in range(LEVELS):
+        for level in range(HALVINGS):
             middle = (edges[1:] + edges[:-1]) / 2
             near = torch.zeros_like(middle, dtype=torch.bool)
             for jump in jumps:
-                near |= (middle - jump).abs() < REACH * h / 2**level
+                near |= (middle - jump).abs() < HALVED_CELLS * h / 2**level
             edges = torch.cat([edges, middle[near]]).sort().values
-        return Grid([edges])
+        return CellGrid([edges])
 
     def __str__(self) -> str:
         return " × ".join(f"[{x[0]:.4g}, {x[-1]:.4g}]" for x in self.edges)
@@ -102,7 +105,7 @@ class Grid:
         return self.points[cells, None] + offsets * self.widths[cells, None]
 
     def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid points around points `x [..., d]`, and what share each gets: Lagrange weights.
+        """The grid points around points `x [..., d]`, and the share that each gets: Lagrange weights.
 
         What falls outside goes to the boundary.
 
@@ -128,16 +131,16 @@ class Grid:
         return index, share
 
 
-def jumps_of(function: Callable[[Tensor], Tensor], grid: Grid) -> list[float]:
+def jumps_of(function: Callable[[Tensor], Tensor], grid: CellGrid) -> list[float]:
     """Where a function of one real number jumps, within a grid.
 
     Args:
         function: From points `[P, 1]` to values `[..., P]`.
-        grid: Of one dimension.
+        grid: A grid of one dimension.
     """
     x = grid.subpoints(torch.arange(grid.size), 16).flatten(0, 1)  # [P, 1], ascending
     jump = torch.zeros(len(x) - 1, dtype=torch.bool)
-    for some in torch.arange(len(x)).split(SCAN):
+    for some in torch.arange(len(x)).split(SCAN_POINTS):
         some = torch.arange(max(0, int(some[0]) - 3), int(some[-1]) + 1)  # chunks overlap
         values = function(x[some])
         changes = values.diff().abs()

@@ -1,4 +1,4 @@
-"""Which backend to take for a model if nobody says: quick, and never biased."""
+"""The backend to take for a model if none is given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.finite import MEMORY, ObservableOperator
+from cpomdp_ppl.inference.discrete import MEMORY
+from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
 from cpomdp_ppl.inference.persistence import filtered
-from cpomdp_ppl.inference.reference import enough_particles, reference_backend, result_or_none, suited
+from cpomdp_ppl.inference.reference import enough_particles, reference_backend, suited
+from cpomdp_ppl.inference.trials import result_or_none
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rollout import simulate
 
@@ -48,7 +50,7 @@ def default_backend(model: CPOMDP) -> Backend:
 
 
 def backend_for(model: CPOMDP, likelihood: str | Backend | None) -> Backend:
-    """A backend as it is, or by its name; the model's `default_backend` if there is none."""
+    """The backend that is given, by itself or by its name, or else the model's `default_backend`."""
     return default_backend(model) if likelihood is None else as_backend(likelihood)
 
 
@@ -61,10 +63,10 @@ class Follow(Protocol):
 
 
 def follow_by(model: CPOMDP, likelihood: str | Backend | None) -> Follow:
-    """How to filter simulated episodes of a model: as told, or by the reference backend if left out.
+    """How to filter simulated episodes of a model: by the given backend, or else by the reference backend.
 
-    That is chosen by simulated episodes, too, but a policy may lead elsewhere. If it does, and the backend is
-    not exact there or refuses, the next best takes its place.
+    The reference backend is chosen by simulated episodes, too, but a policy may lead elsewhere. If it does,
+    and the backend is not exact there or refuses, the next best takes its place.
     """
     if likelihood is None:
         return partial(_follow_by_reference, reference_backend(model))
@@ -96,7 +98,7 @@ def _serves(backend: Backend, model: CPOMDP) -> bool:
     """
     episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
     sites = list(episodes.observed)
-    if not sites:  # whoever needs something to see will say so
+    if not sites:  # whatever needs an observation will say so
         return False
     for hidden in (None, *(sites if len(sites) > 1 else [])):
         observed = {name: flags & (name != hidden) for name, flags in episodes.observed.items()}

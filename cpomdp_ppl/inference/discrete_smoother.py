@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.finite import DiscreteRecursion
+    from cpomdp_ppl.inference.discrete import DiscreteRecursion
 
 CELLS = 2**22
 """Pairs of a trajectory and a state that it may come from handled together."""
 
 
-def smooth(recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+def forward_backward(
+    recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: int, offset: int
+) -> Smoothing:
     """Moments by the forward–backward recursion, trajectories by backward sampling.
 
     A point that stands for a cell is drawn first, then a place in the cell; what does not move keeps both.

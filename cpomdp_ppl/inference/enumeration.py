@@ -3,185 +3,24 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import constraints
-from torch.nn import Parameter
 
-from cpomdp_ppl.errors import DensityError, ModelError, UnsupportedModelError
-from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of, support_of
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.handlers import is_deterministic, support_of
 from cpomdp_ppl.inference.density import log_density, unfit, unmasked
+from cpomdp_ppl.inference.site_parameters import require_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cpomdp_ppl.model import CPOMDP
+    from collections.abc import Sequence
 
 ENGINE_AXES = 3
-"""`[context, episode, particle]`."""
-
-
-@contextmanager
-def double_precision() -> Iterator[None]:
-    """Python numbers inside become float64 tensors: a program's constants are then exact."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def in_double_precision(model: CPOMDP) -> CPOMDP:
-    """The model itself, or a copy with float64 constants if it has others: those would not mix with ours."""
-    plain = [x for x in _plain_tensors(model) if x.is_floating_point()]
-    constants = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
-    if all(x.dtype == torch.float64 for x in (*constants, *plain)):
-        return model
-    # What the memo knows is not copied but replaced, wherever it comes up.
-    return deepcopy(model, {id(x): x.detach().double() for x in plain}).double()
-
-
-def _plain_tensors(model: CPOMDP) -> Iterator[Tensor]:
-    """Tensors that a model has as plain attributes, or in a list, tuple or dict that is one."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            members = value.values() if isinstance(value, dict) else value
-            several = members if isinstance(value, (dict, list, tuple)) else (value,)
-            yield from (x for x in several if isinstance(x, Tensor) and not isinstance(x, Parameter))
-
-
-def require_parameters(program: str, name: str, fn: Any, mask: Tensor | bool = True) -> None:
-    """Raise if the parameters of a site's distribution make no sense: torch would compute with them.
-
-    Args:
-        program: Where the site is.
-        name: Of the site.
-        fn: Its distribution.
-        mask: Where it counts, `[…]` like the distribution's batch.
-
-    Raises:
-        DensityError: If there are such, naming program, site and parameter.
-    """
-    for parameter, value, proper in _parameters(base_of(fn)):
-        if not bool(proper.all()):
-            if isinstance(mask, Tensor):
-                mask = mask.reshape(mask.shape + (1,) * (fn.event_dim - base_of(fn).event_dim))
-            if bool((proper | ~torch.as_tensor(mask)).all()):
-                continue
-            raise DensityError(_fault(program, name, fn, parameter, value, proper))
-
-
-def _fault(program: str, name: str, fn: Any, parameter: str, value: Tensor, proper: Tensor) -> str:
-    first = value[tuple((~proper).nonzero()[0])].tolist()
-    return f"{program}: site '{name}' ({type(base_of(fn)).__name__}) has {parameter} = {first}"
-
-
-def _parameters(fn: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The parameters that a distribution was made with, and where they make sense."""
-    fn = getattr(fn, "_categorical", fn)
-    if isinstance(fn, torch.distributions.TransformedDistribution):
-        yield from _parameters(base_of(fn.base_dist))
-    for parameter, constraint in fn.arg_constraints.items():
-        value = vars(fn).get(parameter)
-        if not isinstance(value, Tensor):
-            continue
-        if constraint is constraints.positive:  # 0 is as good as no noise
-            yield parameter, value, value >= 0
-        elif constraints.is_dependent(constraint):
-            yield parameter, value, ~value.isnan()
-        elif constraint.event_dim > 1:  # a matrix, which torch has factorised
-            yield parameter, value, ~value.flatten(-2).isnan().any(-1)
-        else:
-            yield parameter, value, constraint.check(value)
-
-
-def require_sensible(model: CPOMDP) -> None:
-    """Run the programs at some draws, and look at parameters before torch draws with them.
-
-    Raises:
-        DensityError: If some make no sense, naming program, site and parameter.
-    """
-    own = (1,) * model.max_plate_nesting
-    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *own)
-    action = torch.arange(model.num_actions, device=model.device).reshape(1, -1, 1, *own)
-    batch = Batched((model.num_contexts, model.num_actions, 64), model.max_plate_nesting)
-    with torch.no_grad(), poutine.block(), model.running(), drawing(model), batch:
-        with _Required("initial"):
-            state = model.initial(context)
-        with _Required("observation"):
-            model.observation(state, action, context)
-        with _Required("transition"):
-            model.transition(state, action, context)
-
-
-@contextmanager
-def drawing(model: CPOMDP) -> Iterator[None]:
-    """Inside, what torch cannot compute or draw is a `ModelError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ModelError(type(model).__name__, [f"a program does not run: {error}"]) from error
-
-
-class _Required(Messenger):
-    def __init__(self, program: str) -> None:
-        super().__init__()
-        self.program = program
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not (site_is_subsample(msg) or is_deterministic(msg)):
-            require_parameters(self.program, msg["name"], unmasked(msg["fn"]), mask_of(msg))
-
-
-class Sensible(Messenger):
-    """Note where the parameters of a program's sites make no sense, though a density comes out.
-
-    A normal density says so by itself: it is NaN then.
-
-    Args:
-        program: Its name, for messages.
-        max_plate_nesting: How many axes on the right belong to the program's own plates.
-
-    Attributes:
-        wrong: Where, `[context, episode, particle]` or a shape that broadcasts to it; None if nowhere.
-        message: Names the first such site.
-    """
-
-    def __init__(self, program: str, max_plate_nesting: int) -> None:
-        super().__init__()
-        self.program = program
-        self.plate_axes = max_plate_nesting
-        self.wrong: Tensor | None = None
-        self.message = ""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg) or is_deterministic(msg) or isinstance(base_of(msg["fn"]), dist.Normal):
-            return
-        fn, depth = msg["fn"], ENGINE_AXES + self.plate_axes
-        for parameter, value, proper in _parameters(base_of(fn)):
-            if bool(proper.all()):
-                continue
-            # Below an event, any wrong component will do; so will any value of a hidden site.
-            event = max(0, proper.dim() - len(fn.batch_shape))
-            wrong = (~proper).flatten(-event).any(-1) if event else ~proper
-            mask = mask_of(msg)
-            wrong = wrong & mask if isinstance(mask, Tensor) else wrong
-            wrong = wrong.reshape((1,) * (depth - wrong.dim()) + wrong.shape)
-            wrong = wrong.flatten(0, wrong.dim() - depth - 1).any(0) if wrong.dim() > depth else wrong
-            wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.plate_axes else wrong
-            self.wrong = wrong if self.wrong is None else self.wrong | wrong
-            self.message = self.message or _fault(self.program, msg["name"], fn, parameter, value, proper)
+"""Number of axes that the engine puts before those of a program: `[context, episode, particle]`."""
 
 
 class Nodes:
@@ -190,7 +29,7 @@ class Nodes:
     For smooth functions of ε the rule converges faster than any power of the number of points.
 
     Args:
-        number: How many points.
+        number: Number of points.
         reach: The largest ε.
     """
 
@@ -204,21 +43,22 @@ class Nodes:
 
 
 class Enumerated(Messenger):
-    """Give every sample site all its values in parallel, on new axes left of the engine's.
+    """Gives every sample site all its values in parallel, on new axes left of the engine's.
 
     A site in the program's own plates, or with independent components, is a product: each component has
     an axis of its own. So after the program has run, its result has the axes
     `[last component, …, first component, context, episode, particle, …]`, and so has `weights`.
 
     Args:
-        program: Its name, for messages.
+        program: Name of the program, for messages.
         max_plate_nesting: How many axes on the right belong to the program's own plates.
-        nodes: Stand in for the noise of continuous sites; None refuses these.
+        nodes: Points that stand in for the noise of continuous sites; None refuses such sites.
 
     Attributes:
-        weights: Joint probability of the values so far; it broadcasts with `[…, context, episode, particle]`.
-        axes: How many axes have been added so far.
-        noise_axes: Which of them, counted from the right, are of `nodes`; the others are of discrete values.
+        weights: Joint probability of the values so far; broadcasts with `[…, context, episode, particle]`.
+        axes: Number of axes added so far.
+        noise_axes: Those of them, counted from the right, that belong to `nodes`; the others belong to
+            discrete values.
     """
 
     def __init__(self, program: str, max_plate_nesting: int, nodes: Nodes | None = None) -> None:

@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require_count
-from cpomdp_ppl.inference.kalman import (
-    Function,
-    GaussianBelief,
-    KalmanFilter,
-    KalmanRecursion,
-    Transformed,
-    product,
-)
+from cpomdp_ppl.inference.covariance import product
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +25,7 @@ class ExtendedKalmanFilter(KalmanFilter):
     Sites must be Normal, MultivariateNormal or Delta. The scale of the noise is taken at the mean.
 
     Args:
-        reward_points: Points of the belief at which the reward is averaged.
+        reward_points: Number of points of the belief at which the reward is averaged.
     """
 
     name: ClassVar[str] = "ekf"
@@ -41,22 +36,22 @@ class ExtendedKalmanFilter(KalmanFilter):
         require_count("reward_points", self.reward_points)
 
     def recursion(self, model: CPOMDP) -> ExtendedRecursion:
-        """The filter at work on a model."""
+        """Apply the filter to a model."""
         return ExtendedRecursion(model, self.reward_points)
 
 
 class ExtendedRecursion(KalmanRecursion):
-    """Gaussians through the tangents of functions."""
+    """The recursion that pushes Gaussians through the tangents of functions."""
 
     def transform(
         self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
     ) -> Transformed:
         """Differentiate the function at the mean: one backward pass, with its values on the particle axis.
 
-        Particle k is there for the k-th value's sake, so the gradient of value k at particle k is the whole
-        Jacobian. Forward mode would do with the directions there instead, but as of torch 2.13 an operation
-        takes 0.2 ms and more wherever a dual number meets a plain one (zero tangents go through Python),
-        which made the whole filter take 2.5 times as long.
+        Particle k is there for the k-th value, so the gradients of value k at particle k are the rows of the
+        Jacobian. Forward mode would need no such copies, but as of torch 2.13 an operation takes 0.2 ms and
+        more wherever a dual number meets a plain one (zero tangents go through Python), and the filter took
+        2.5 times as long.
         """
         C, B, n = belief.mean.shape
         # No copy for a single value; a leaf that requires a gradient is safe from programs.

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
-from cpomdp_ppl.inference import density
+from cpomdp_ppl.inference.covariance import block_diagonal
 from cpomdp_ppl.inference.density import unmasked
-from cpomdp_ppl.inference.enumeration import ENGINE_AXES, require_parameters
+from cpomdp_ppl.inference.enumeration import ENGINE_AXES
 from cpomdp_ppl.inference.observed import Observed, Scored, hidden_parents
-from cpomdp_ppl.state import leaves, map_state
+from cpomdp_ppl.inference.site_parameters import require_parameters
+from cpomdp_ppl.inference.supports import is_discrete
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.signature import Leaf, Signature
+    from cpomdp_ppl.signature import Signature
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
     )
 
 
-def is_discrete(site: Any) -> bool:
+def is_discrete_site(site: Any) -> bool:
     """Whether a site has single values of positive probability, and is not merely without noise."""
     fn = base_of(site["fn"])
-    return not isinstance(fn, dist.Delta) and density.is_discrete(fn)
+    return not isinstance(fn, dist.Delta) and is_discrete(fn)
 
 
 def _central(site: Any, own: int) -> Tensor:
-    """Where a site counts, as far as that is at the first particle."""
+    """Where a site counts, at the first particle alone."""
     shape = site["fn"].batch_shape
     axis = len(shape) - own - 1
     first = torch.arange(shape[axis]) == 0 if axis >= 0 else torch.tensor(True)
@@ -107,7 +107,7 @@ def _central(site: Any, own: int) -> Tensor:
 
 
 class Reparameterised(Messenger):
-    """Set every site to `loc + scale·ε`, with the noise ε given.
+    """Sets every site to `loc + scale·ε`, with the noise ε given.
 
     Args:
         program: Name of the program, for messages.
@@ -131,7 +131,7 @@ class Reparameterised(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or is_deterministic(msg):
             return
-        if self.program == "observation" and is_discrete(msg):
+        if self.program == "observation" and is_discrete_site(msg):
             self.discrete.append(msg["name"])
             return
         site = gaussian_site(self.program, msg, self.plate_axes)
@@ -153,23 +153,23 @@ class Reparameterised(Messenger):
 
 
 class Sensed(Scored):
-    """Give every observation site what was seen there, and keep mean and covariance of the Gaussian ones.
+    """Gives every observation site what was seen there, and keeps mean and covariance of the Gaussian ones.
 
     A site thus depends on the *values* of those before it, as its density does, and noise is independent
     between sites. A Gaussian site that was not seen, but on which others depend, is a function of its noise.
 
     Args:
         seen: The step.
-        signature: Of the model.
+        signature: The signature of the model.
         batch_shape: `[C, B, K]`.
         discrete: Names of the discrete sites, which are passed over here.
         noise: ε of the hidden sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0.
 
     Attributes:
-        means: By site, `[C, B, K, m]` with plates and event flattened.
-        covariances: Of the noise, by site, `[C, B, K, m, m]`.
-        values: What was seen, by site, `[B, m]`.
-        observed: Whether it was, by site, bool `[B, m]`.
+        means: Means by site, `[C, B, K, m]` with plates and event flattened.
+        covariances: Covariances of the noise by site, `[C, B, K, m, m]`.
+        values: What was seen by site, `[B, m]`.
+        observed: Whether it was seen, by site, bool `[B, m]`.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Sensed(Scored):
             msg["value"] = torch.where(flags.reshape(at_sites.shape), at_sites, hidden)
 
     def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
-        """Of the site's noise, `[C, B, K, m, m]`."""
+        """The covariance of the site's noise, `[C, B, K, m, m]`."""
         batch, size = self.batch_shape, shape.numel()
         if site.scale is None:
             return site.loc.new_zeros(()).expand(*batch, size, size)
@@ -235,58 +235,3 @@ class Sensed(Scored):
             return variance[..., None] if size == 1 else torch.diag_embed(variance)
         covariance = (scale @ scale.mT).expand(*batch, *shape, shape[-1])
         return block_diagonal(list(covariance.reshape(*batch, -1, shape[-1], shape[-1]).unbind(len(batch))))
-
-
-def block_diagonal(blocks: list[Tensor]) -> Tensor:
-    """Square blocks `[…, n_i, n_i]` along the diagonal of one matrix `[…, n, n]`, batched."""
-    if len(blocks) == 1:
-        return blocks[0]
-    sizes = [block.shape[-1] for block in blocks]
-    rows, start = [], 0
-    for block, size in zip(blocks, sizes, strict=True):
-        rows.append(torch.nn.functional.pad(block, (start, sum(sizes) - start - size)))
-        start += size
-    return torch.cat(rows, -2)
-
-
-class Coordinates:
-    """The leaves of a state side by side, as one vector of dimension D.
-
-    Raises:
-        UnsupportedModelError: If a leaf is not made of real numbers.
-    """
-
-    def __init__(self, model: CPOMDP, signature: Signature) -> None:
-        for name, leaf in leaves(signature.state):
-            if not leaf.dtype.is_floating_point:
-                what = "the state" if name == "state" else f"'{name}' in the state"
-                raise UnsupportedModelError(
-                    f"{type(model).__name__}: {what} is {leaf.dtype}, but Kalman filters need states of real "
-                    "numbers (floating point)"
-                )
-        self.signature = signature
-        found: list[Leaf] = [leaf for _, leaf in leaves(signature.state)]
-        self.sizes = [leaf.shape.numel() for leaf in found]
-        self.dim = sum(self.sizes)
-        self.dtype = torch.get_default_dtype()
-        for leaf in found:
-            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
-
-    def vector(self, state: Any, batch_shape: torch.Size) -> Tensor:
-        """A state that a program returned, as `[*batch_shape, D]`."""
-        full = self.signature.broadcast(state, batch_shape)
-        parts = [
-            leaf.reshape(*batch_shape, size) for (_, leaf), size in zip(leaves(full), self.sizes, strict=True)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.dtype)
-
-    def state(self, vector: Tensor) -> Any:
-        """A vector `[…, D]` as a state, with leaves `[…, *leaf]`."""
-        batch = vector.shape[:-1]
-        parts = iter(vector.split(self.sizes, -1) if len(self.sizes) > 1 else (vector,))
-
-        def leaf_of(leaf: Leaf) -> Tensor:
-            part: Tensor = next(parts)
-            return part.reshape(batch + leaf.shape).to(leaf.dtype)
-
-        return map_state(leaf_of, self.signature.state)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require, require_count
-from cpomdp_ppl.inference.gaussian import block_diagonal
-from cpomdp_ppl.inference.kalman import Function, GaussianBelief, KalmanFilter, KalmanRecursion, Transformed
+from cpomdp_ppl.inference.covariance import block_diagonal
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +31,9 @@ class UnscentedKalmanFilter(KalmanFilter):
     Args:
         alpha: How far out the sigma points are: `alpha · √(n + kappa)` standard deviations in n dimensions.
         beta: Extra weight of the central point in covariances.
-        kappa: See alpha. None takes `3 - n`, which gets fourth moments of a normal right, as long as that
-            is positive, and else 0: then no weight is negative.
-        reward_points: Points of the belief at which the reward is averaged.
+        kappa: Part of the distance of sigma points; see alpha. None takes `3 - n`, which gets fourth moments
+            of a normal right, as long as that is positive, and else 0, so that no weight is negative.
+        reward_points: Number of points of the belief at which the reward is averaged.
     """
 
     name: ClassVar[str] = "ukf"
@@ -54,12 +55,12 @@ class UnscentedKalmanFilter(KalmanFilter):
         require_count("reward_points", self.reward_points)
 
     def recursion(self, model: CPOMDP) -> UnscentedRecursion:
-        """The filter at work on a model."""
+        """Apply the filter to a model."""
         return UnscentedRecursion(model, self)
 
 
 class UnscentedRecursion(KalmanRecursion):
-    """Gaussians through functions by the unscented transform."""
+    """The recursion that pushes Gaussians through functions by the unscented transform."""
 
     def __init__(self, model: CPOMDP, settings: UnscentedKalmanFilter) -> None:
         super().__init__(model, settings.reward_points)
@@ -68,7 +69,7 @@ class UnscentedRecursion(KalmanRecursion):
     def transform(
         self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
     ) -> Transformed:
-        """The function at `2n + 1` sigma points of belief and noise together, on the particle axis."""
+        """Evaluate the function at `2n + 1` sigma points of belief and noise, on the particle axis."""
         mean, root, D = belief.mean, belief.root, belief.mean.shape[-1]
         if num_noise:
             unit = torch.eye(num_noise, dtype=root.dtype, device=root.device)
@@ -90,7 +91,7 @@ class UnscentedRecursion(KalmanRecursion):
         )
 
     def _weights(self, n: int) -> tuple[float, Tensor, Tensor]:
-        """How many standard deviations out, and weights `[2n + 1]` for means and for covariances."""
+        """Standard deviations that sigma points are away, and their weights in means and covariances."""
         alpha, beta, kappa = self.settings.alpha, self.settings.beta, self.settings.kappa
         spread = alpha**2 * (n + (max(3.0 - n, 0.0) if kappa is None else kappa))  # n + λ
         of_mean = torch.full(

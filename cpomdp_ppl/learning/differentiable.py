@@ -21,18 +21,17 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
+from cpomdp_ppl.inference.banded import Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.cells import SHARERS
+from cpomdp_ppl.inference.covariance import block_diagonal, product
+from cpomdp_ppl.inference.discrete import DiscreteRecursion
 from cpomdp_ppl.inference.extended import ExtendedRecursion
-from cpomdp_ppl.inference.finite import DiscreteRecursion, FiniteRecursion
-from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed, block_diagonal
-from cpomdp_ppl.inference.grid import AT_ONCE, BLOCK, Band, GridRecursion, Transition, nonnegative
-from cpomdp_ppl.inference.kalman import (
-    Function,
-    GaussianBelief,
-    KalmanRecursion,
-    Transformed,
-    product,
-)
+from cpomdp_ppl.inference.finite import FiniteRecursion
+from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.grid import GridRecursion
+from cpomdp_ppl.inference.grid_tables import BLOCK_POINTS, PROGRAM_NUMBERS
+from cpomdp_ppl.inference.kalman import Function, KalmanRecursion
 from cpomdp_ppl.inference.unscented import UnscentedRecursion
 from cpomdp_ppl.learning.fisher import ScoreFilter
 from cpomdp_ppl.state import leaves
@@ -160,9 +159,9 @@ def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
 class _Discrete(DiscreteRecursion):
     """Bayes' rule for rows in which nothing is possible has no gradient, instead of NaN."""
 
-    def _condition(self, p: Tensor, seen: Observed) -> tuple[Tensor, Tensor]:
+    def _posterior(self, p: Tensor, seen: Observed) -> tuple[Tensor, Tensor]:
         self._before = p
-        posterior, increment = super()._condition(p, seen)
+        posterior, increment = super()._posterior(p, seen)
         impossible = self._impossible
         posterior = torch.where(impossible[..., None], p, posterior)
         return posterior, torch.where(impossible, -torch.inf, increment)
@@ -192,7 +191,7 @@ class _Grid(_Discrete, GridRecursion):
         """As the base, but a hair beside the points: exactly on one, shares do not depend on the place."""
         return super()._deposit(where + 3e-9 * self.grid.finest if where.requires_grad else where, weights)
 
-    def _transition(self, a: int) -> Transition:
+    def _transition(self, a: int) -> BandedTransition:
         """As the base, unless there is a graph: then contexts may be alike but for their derivatives."""
         x = self.grid.points
         with torch.no_grad():
@@ -201,21 +200,20 @@ class _Grid(_Discrete, GridRecursion):
         if not (where.requires_grad or weights.requires_grad):
             found = super()._transition(a)
             return _Moving(found.bands, found.identity, found.signed, found.shape)
-        size = max(1, min(BLOCK, AT_ONCE // (len(where) * len(self.context) * SHARERS**self.dim)))
+        size = max(
+            1, min(BLOCK_POINTS, PROGRAM_NUMBERS // (len(where) * len(self.context) * SHARERS**self.dim))
+        )
         bands = []
-        for start in range(0, len(x), BLOCK):
-            parts = x[start : start + BLOCK].split(size)
+        for start in range(0, len(x), BLOCK_POINTS):
+            parts = x[start : start + BLOCK_POINTS].split(size)
             table = torch.cat(
                 [self._deposit(*self._push("transition", part, a, nodes)[:2]) for part in parts], 1
             )
-            table = table / table.sum(-1, keepdim=True)  # [C, P, G]
-            columns = (table != 0).any(0).any(0).nonzero()[:, 0]
-            low, high = int(columns[0]), int(columns[-1]) + 1
-            bands.append(Band(start, low, high, table[..., low:high]))
+            bands.append(Band.of(start, table))
         return _Moving(bands, identity=False, signed=True, shape=self.grid.shape)
 
 
-class _Moving(Transition):
+class _Moving(BandedTransition):
     def __call__(self, p: Tensor) -> Tensor:
         if self.identity:
             return p
@@ -228,9 +226,9 @@ class _Moved(Differentiable):
     """`p T` for the banded table T of a transition."""
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, transition: Transition, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, p: Tensor, transition: BandedTransition, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(p, *weights)
-        plain = Transition(transition.bands, identity=False, signed=False, shape=transition.shape)
+        plain = BandedTransition(transition.bands, identity=False, signed=False, shape=transition.shape)
         ctx.transition = plain
         return plain(p)
 

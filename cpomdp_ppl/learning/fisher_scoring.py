@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.inference.kalman import pseudo_inverse
+from cpomdp_ppl.inference.covariance import pseudo_inverse
 from cpomdp_ppl.rng import seed_for
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, require
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
-from cpomdp_ppl.inference.enumeration import double_precision, in_double_precision
+from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.learning.differentiable import differentiable, episodes_with_graph
 from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants

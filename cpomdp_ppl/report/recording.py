@@ -15,8 +15,8 @@ from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.discrete import DiscreteBelief
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.finite import DiscreteBelief
 from cpomdp_ppl.inference.persistence import Persistent
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.policy import as_policy

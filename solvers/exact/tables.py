@@ -14,9 +14,11 @@ from torch import Tensor
 from cpomdp_ppl.errors import ModelError, ObservationError, require_model
 from cpomdp_ppl.handlers import Recorded, mask_of
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.enumeration import Enumerated, double_precision, drawing
+from cpomdp_ppl.inference.enumeration import Enumerated
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.observed import axes
+from cpomdp_ppl.inference.precision import double_precision
+from cpomdp_ppl.inference.site_parameters import torch_errors_as_model_errors
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.signature import signature
@@ -159,7 +161,7 @@ def finite(model: CPOMDP) -> Finite:
     sites = signature(model).observations
     with inference_scope(model, seed=0), double_precision():
         recursion = FiniteRecursion(model)
-        with drawing(model):
+        with torch_errors_as_model_errors(model):
             outcomes = _outcomes(recursion, sites, torch.arange(model.num_actions, device=model.device))
             before = _outcomes(recursion, sites, None) if model.initial_observation else None
         prior = recursion.model.prior().detach().double().cpu().numpy()

@@ -16,7 +16,7 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
 from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
 from cpomdp_ppl.inference.density import equal, log_density
-from cpomdp_ppl.inference.enumeration import double_precision
+from cpomdp_ppl.inference.precision import double_precision
 from cpomdp_ppl.inference.sampling import draw
 from tests.distributions import CASES
 

@@ -13,7 +13,8 @@ import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
-from cpomdp_ppl.inference.grid import Grid, GridFilter
+from cpomdp_ppl.inference.cells import CellGrid
+from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.programs import EyesOpen, Noting, Plates, Walk
 
@@ -180,7 +181,7 @@ def test_sites_that_are_not_gaussian():
 
 def test_points_share_so_that_moments_are_kept():
     edges = torch.tensor([-2.0, -1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    grid = Grid([edges, torch.linspace(0, 1, 9, dtype=torch.float64)])
+    grid = CellGrid([edges, torch.linspace(0, 1, 9, dtype=torch.float64)])
     low, high = grid.points.amin(0), grid.points.amax(0)
     uniform = torch.rand(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = low + (high - low) * uniform

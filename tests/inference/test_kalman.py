@@ -13,11 +13,10 @@ import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, ModelError, ObservationError, UnsupportedModelError
+from cpomdp_ppl.inference.covariance import block_diagonal, square_root
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
-from cpomdp_ppl.inference.gaussian import block_diagonal
-from cpomdp_ppl.inference.kalman import square_root
+from cpomdp_ppl.inference.quasirandom import normal_points
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
-from cpomdp_ppl.inference.weighing import normal_points
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
 from tests.programs import EyesOpen, Learnable, Noting, Plates, Walk

@@ -452,7 +452,7 @@ class Hidden(Drift):
 def test_a_policy_may_get_to_where_the_reference_is_not_exact(monkeypatch):
     """Here random actions never get there; a policy does, and a Kalman filter would not serve it."""
     model = Hidden(0.1, 0.2)
-    monkeypatch.setattr("cpomdp_ppl.inference.reference._random", lambda model: _still(model))
+    monkeypatch.setattr("cpomdp_ppl.inference.reference.random_trials", lambda model: _still(model))
     assert reference_backend(model).name == "ekf"
 
     def leap(history):

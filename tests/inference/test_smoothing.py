@@ -226,7 +226,7 @@ def test_chunks_and_pieces_agree(model, name, monkeypatch):
     episodes = simulate(model, RandomPolicy(3), 5, seed=0).truncated(torch.tensor([6, 2, 4, 6, 1]))
     backend = quick(name)
     whole = backend.smooth(model, episodes, 200, seed=0)
-    monkeypatch.setattr("cpomdp_ppl.inference.finite.MEMORY", 1)
+    monkeypatch.setattr("cpomdp_ppl.inference.discrete.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.particle_filter.CELLS_AT_ONCE", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.discrete_smoother.CELLS", 30_000)

@@ -1,0 +1,202 @@
+"""The forward recursion over finitely many states, or points that stand for cells of a continuum."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.inference.backend import Recursion
+from cpomdp_ppl.inference.discrete_smoother import forward_backward
+from cpomdp_ppl.inference.improper import ImproperSites
+from cpomdp_ppl.inference.precision import double_precision, in_double_precision
+from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.site_parameters import require_proper_parameters, torch_errors_as_model_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.observed import Observed
+    from cpomdp_ppl.inference.smoothing import Smoothing
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.state import State
+
+MEMORY = 2**28
+"""Bytes that the likelihoods of one step may take, or that smoothing may keep of a batch."""
+
+NEGLIGIBLE = 1e-12
+"""A state of lower probability may give a site parameters that make no sense."""
+
+
+@dataclass(frozen=True)
+class DiscreteBelief:
+    """Probabilities of N states.
+
+    Attributes:
+        probabilities: `P(s_t = s | o_{1:t}, a_{0:t-1}, c)`, float64 `[C, B, N]`.
+    """
+
+    probabilities: Tensor
+
+
+class DiscreteRecursion(Recursion):
+    """The forward recursion over N states, or N points that stand for cells of a continuum.
+
+    Attributes:
+        dim: Dimension of the cells; 0 for states that are nothing but themselves.
+        initial: `P(s_0 = s | c)`, `[C, N]`.
+        rewards: `r_c(s, a)`, `[C, A, N]`.
+    """
+
+    dim: int
+    initial: Tensor
+    rewards: Tensor
+
+    def __init__(self, model: CPOMDP) -> None:
+        given, model = model, in_double_precision(model)
+        require_proper_parameters(model)
+        with torch_errors_as_model_errors(model):
+            super().__init__(model, given)
+
+    @abstractmethod
+    def predict(self, p: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s p(s) T(s, s')`, `[C, B, N]`."""
+
+    @abstractmethod
+    def expect(self, values: Tensor, action: Tensor) -> Tensor:
+        """`Σ_s' T(s, s') f(s')` of values f, `[C, B, N]`."""
+
+    @abstractmethod
+    def origins(self, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+        """`p(s) T(s, s')` of all states s for each of the states s' in `later [C, B, M]`: `[C, B, M, N]`."""
+
+    @abstractmethod
+    def as_states(self, index: Tensor, place: Tensor) -> State:
+        """States by their numbers `index [C, B, M]`, at places `[C, B, M, dim]` in the unit cell."""
+
+    @abstractmethod
+    def log_likelihood(self, seen: Observed) -> Tensor:
+        """`log p(o | s, a, c)`, broadcasts to `[C, B, N]`."""
+
+    def start(self, num_episodes: int) -> DiscreteBelief:
+        """`P(s_0)`."""
+        return DiscreteBelief(self.initial[:, None].expand(-1, num_episodes, -1).contiguous())
+
+    @double_precision()
+    def condition(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
+        """Multiply by `p(o | s, a, c)` and normalise."""
+        p = belief.probabilities
+        increment = p.new_zeros(p.shape[:2])
+        rows = seen.rows
+        if rows is not None and not len(rows):
+            return belief, increment
+        if rows is None:
+            posterior, increment = self._posterior(p, seen)
+            return DiscreteBelief(posterior), increment
+        posterior, log_normaliser = self._posterior(p[:, rows], seen.select(rows))
+        return (
+            DiscreteBelief(p.index_copy(1, rows, posterior)),
+            increment.index_copy(1, rows, log_normaliser),
+        )
+
+    def _posterior(self, p: Tensor, seen: Observed) -> tuple[Tensor, Tensor]:
+        """Bayes' rule; raises if a state that is possible gives a site parameters that make no sense."""
+        with ImproperSites("observation", self.plate_axes) as improper:
+            log_likelihood = self.log_likelihood(seen)
+        if improper.wrong is not None:
+            wrong = (improper.wrong & (p > NEGLIGIBLE)).flatten(2).any(-1)  # [C, B]
+            if bool(wrong.any()):
+                c, b = wrong.nonzero()[0].tolist()
+                raise DensityError(
+                    f"{improper.message} at time {seen.time} of episode {seen.episode(b)} "
+                    f"in context '{self.model.context_names[c]}'"
+                )
+            log_likelihood = torch.where(improper.wrong, -torch.inf, log_likelihood)
+        posterior, increment = bayes(p, log_likelihood)
+        if bool(increment.isnan().any()):
+            ignored = log_likelihood.isnan() & (p <= NEGLIGIBLE)
+            posterior, increment = bayes(p, torch.where(ignored, -torch.inf, log_likelihood))
+        return posterior, increment
+
+    @double_precision()
+    def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
+        """Move, then condition: one observable operator."""
+        assert seen.action is not None
+        return self.condition(DiscreteBelief(self.predict(belief.probabilities, seen.action)), seen)
+
+    def expected_reward(self, belief: DiscreteBelief, action: Tensor) -> Tensor:
+        """`Σ_s p(s) r_c(s, a)`, `[C, B]`."""
+        of_all = belief.probabilities @ self.rewards.mT  # [C, B, A]: quicker than to gather tables
+        return of_all.gather(-1, action[None, :, None].expand(len(of_all), -1, 1)).squeeze(-1)
+
+    def draw(self, belief: DiscreteBelief, num_draws: int) -> State:
+        """Draw states by their probabilities, then places in their cells."""
+        index = choose(belief.probabilities, num_draws)
+        return self.at(index, self.places(index))
+
+    def places(self, index: Tensor) -> Tensor:
+        """Draw places in the cells `index [C, B, M]` uniformly, `[C, B, M, dim]`."""
+        return torch.rand(*index.shape, self.dim, dtype=torch.float64, device=index.device)
+
+    def at(self, index: Tensor, place: Tensor) -> State:
+        """As `as_states`, in the types of the model."""
+        return self.in_own_types(self.as_states(index, place))
+
+    def stays(self, action: Tensor) -> Tensor:
+        """Which of the actions `[B]` are known to leave every state where it is, bool `[B]`."""
+        return torch.zeros_like(action, dtype=torch.bool)
+
+    def back(self, p: Tensor, action: Tensor, after: Tensor) -> Tensor:
+        """The smoothed belief at t from the filtered one there and the smoothed one at t + 1, `[C, B, N]`."""
+        predicted = self.predict(p, action)
+        ratio = torch.where(predicted > 0, after / predicted, 0.0)
+        smoothed = p * self.expect(ratio, action)
+        return smoothed / smoothed.sum(-1, keepdim=True)
+
+    def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
+        """Smooth by the forward–backward recursion and backward sampling."""
+        return forward_backward(self, episodes, num_trajectories, offset)
+
+
+def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
+    """Condition `prior [C, B, N]` on a likelihood that broadcasts with it.
+
+    Returns:
+        The posterior, and the logarithm of the normaliser `[C, B]`. Where nothing is possible that is `-inf`,
+        and the posterior is the prior: such a row must not spoil others, nor become NaN.
+    """
+    # Where the prior is zero the likelihood is of no account, however large or ill-defined.
+    log_likelihood = torch.where(prior > 0, log_likelihood, -torch.inf)
+    highest = log_likelihood.amax(-1, keepdim=True)
+    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    joint = prior * (log_likelihood - highest).exp()
+    normaliser = joint.sum(-1, keepdim=True)
+    posterior = torch.where(normaliser > 0, joint / normaliser, prior)
+    return posterior, (highest + normaliser.log()).squeeze(-1)
+
+
+def by_action(function: Callable[[int, Tensor], Tensor], values: Tensor, action: Tensor) -> Tensor:
+    """Apply a function of an action and of rows `[C, R, N]` to the rows of every action, `[C, B, N]`.
+
+    Args:
+        function: What becomes of the rows of an action; it leaves their shape alone.
+        values: `[C, B, N]`.
+        action: The action of every row, `[B]`.
+    """
+    result = torch.empty_like(values)
+    for a in action.unique().tolist():
+        rows = (action == a).nonzero()[:, 0]
+        result.index_copy_(1, rows, function(a, values[:, rows]))
+    return result
+
+
+def smoothed_at_once(recursion: DiscreteRecursion, horizon: int, num_trajectories: int) -> int:
+    """Number of episodes for which what smoothing keeps of all times is within `MEMORY`."""
+    C, N = recursion.initial.shape
+    numbers = 3 * (horizon + 1) * C * (N + num_trajectories * (recursion.dim + 1))  # both ways, and stacked
+    return max(1, MEMORY // (8 * numbers))
