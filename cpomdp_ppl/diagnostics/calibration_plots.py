@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.diagnostics.plots import BLUE, GREY, VERMILLION
+from cpomdp_ppl.diagnostics.style import BLUE, GREY, VERMILLION, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,19 +30,12 @@ def plot(calibration: Calibration) -> Figure:
     Args:
         calibration: What was found.
     """
-    from matplotlib.figure import Figure
-
-    panels = {name: ranks for name, ranks in calibration.quantities.items() if name != "contexts"}
-    columns = min(4, 1 + len(panels))
-    rows = -(-(1 + len(panels)) // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.3 * rows + 0.5), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    ranks_by_name = {name: ranks for name, ranks in calibration.quantities.items() if name != "contexts"}
+    figure, axes = panels(1 + len(ranks_by_name), 3.4, 3.3)
     failing = calibration.failing
     _plot_reliability(axes[0], calibration.contexts, "contexts" in failing)
-    for axis, (name, ranks) in zip(axes[1:], panels.items(), strict=False):
+    for axis, (name, ranks) in zip(axes[1:], ranks_by_name.items(), strict=False):
         _plot_ranks(axis, name, ranks, name in failing)  # type: ignore[arg-type]
-    for axis in axes[1 + len(panels) :]:
-        axis.set_axis_off()
     title = f"{calibration.likelihood} is {calibration.verdict}".replace("; ", ";\n")
     figure.suptitle(title, fontsize=10, color="black" if calibration.calibrated else VERMILLION)
     return figure

@@ -8,6 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from cpomdp_ppl.diagnostics.style import (
+    BLUE,
+    COLUMNS,
+    GREY,
+    THICK,
+    THIN,
+    TRUTH,
+    VERMILLION,
+    colour_of,
+    legend_below,
+    line_and_band,
+    line_style,
+    panels,
+    time_axis,
+    without_box,
+)
 from cpomdp_ppl.errors import as_integer, invalid, require
 
 if TYPE_CHECKING:
@@ -17,25 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", VERMILLION, "#56B4E9", "#F0E442")
-"""Okabe and Ito's, which the colour-blind tell apart; black, the eighth, is for the truth."""
-
-STYLES = ("solid", "dashed", "dotted", "dashdot")
-"""Of lines, once colours are used up."""
-
-TRUTH, GREY = "black", "#999999"
-
-THIN, THICK = 1.3, 2.6
-
-BAND = 0.25
-"""Opacity of bands."""
-
 FAN = {"90 %": (0.05, 0.95, "#CCE3F0"), "50 %": (0.25, 0.75, "#80B8D8")}
 """The intervals of a fan: between which quantiles, and in which tint of blue."""
-
-COLUMNS = 4
-"""Of panels, at most."""
 
 MOST_EXACT = ("exact", "grid")
 """Backends that others are compared with, best first."""
@@ -64,32 +63,25 @@ def plot_contexts(data: InferenceData | xr.DataTree, episodes: Iterable[int] | N
         >>> [axes.get_title() for axes in plot_contexts(data, [0, 4]).axes]
         ['episode 0: light right', 'episode 4: light right']
     """
-    from matplotlib.figure import Figure
-
     stats = _group(data, "sample_stats", "context_probability")
     shown = _episodes(stats, episodes)
     names = _contexts(stats)
-    columns = min(len(shown), COLUMNS)
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(max(3.2 * columns, 4.2), 2.5 * rows + 0.5), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    figure, axes = panels(len(shown), 3.2, 2.5, least=4.2, sharey=True)
     for axis, b in zip(axes, shown, strict=False):
         true = _true_context(data, b)
         for k in range(len(names)):
             lines = _until_its_end(data, stats["context_probability"], b).isel(context=k)
-            _line_and_band(axis, lines, k, lw=THICK if k == true else THIN)
+            line_and_band(axis, lines, k, lw=THICK if k == true else THIN)
         axis.set_title(f"episode {b}" + ("" if true is None else f": {names[true]}"), fontsize=10)
         axis.set(ylim=(-0.03, 1.03))
-        _time_axis(axis)
-    for axis in axes[len(shown) :]:
-        axis.set_axis_off()
-    for axis in axes[::columns]:
+        time_axis(axis)
+    for axis in axes[::COLUMNS]:
         axis.set_ylabel("P(context | seen so far)")
     for k, name in enumerate(names):
-        axes[0].plot([], [], color=_colour(k), ls=_style(k), lw=THIN, label=name)
+        axes[0].plot([], [], color=colour_of(k), ls=line_style(k), lw=THIN, label=name)
     if true is not None:
         axes[0].plot([], [], color=GREY, lw=THICK, label="true context")
-    _legend_below(figure, axes[0])
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -116,19 +108,14 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
         >>> [axes.get_ylabel() for axes in plot_states(data).axes]
         ['position[0]', 'position[1]', 'heading']
     """
-    from matplotlib.figure import Figure
-
     posterior = _group(data, "posterior", "is_context")
     (b,) = _episodes(posterior, [episode], "episode")
     names = [str(name) for name in posterior.data_vars if name not in ("context_index", "is_context")]
-    panels = [(name, where) for name in names for where in np.ndindex(*posterior[name].shape[4:])]
+    shown = [(name, where) for name in names for where in np.ndindex(*posterior[name].shape[4:])]
     site = _seen_as_a_state(data, [posterior[name] for name in names])
-    columns = min(len(panels), COLUMNS)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(3.6 * columns, 5.4), 2.8 * rows + 0.5), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    figure, axes = panels(len(shown), 3.6, 2.8, least=5.4)
     constant = _group(data, "constant_data")
-    for axis, (name, where) in zip(axes, panels, strict=False):
+    for axis, (name, where) in zip(axes, shown, strict=False):
         _fan(axis, _component(_until_its_end(data, posterior[name], b), where))
         if f"true_{name}" in constant:
             true = _component(_until_its_end(data, constant[f"true_{name}"], b), where)
@@ -139,11 +126,9 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
                 seen["time"], seen, "o", color=VERMILLION, ms=4, mec="white", mew=0.5, label=f"{site}, seen"
             )
         axis.set_ylabel(name + (f"[{', '.join(map(str, where))}]" if where else ""))
-        _time_axis(axis)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
+        time_axis(axis)
     figure.suptitle(f"episode {b}, given all that was seen", fontsize=10)
-    _legend_below(figure, axes[0])
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -190,13 +175,13 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
             if row == "ess":
                 _plot_ess(axis, data, b)
             elif row == "evidence":
-                _line_and_band(axis, mine, 0, colour=TRUTH, lw=1.4)
+                line_and_band(axis, mine, 0, colour=TRUTH, lw=1.4)
             else:
                 difference = mine - mine.mean("chain")
                 axis.plot(difference["time"], difference.transpose("time", "chain"), color=TRUTH, lw=0.8)
                 axis.axhline(0.0, color=GREY, lw=0.8, zorder=0)
         column[0].set_title(f"episode {b}", fontsize=10)
-        _time_axis(column[-1])
+        time_axis(column[-1])
     labels = {
         "ess": "effective particles (fraction)",
         "evidence": "evidence log p(o) (nats)",
@@ -205,7 +190,7 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
     for axis, row in zip(axes[:, 0], rows, strict=True):
         axis.set_ylabel(labels[row], fontsize=9)
     if "ess" in rows:
-        _legend_below(figure, axes[0, 0])
+        legend_below(figure, axes[0, 0])
     return figure
 
 
@@ -252,7 +237,7 @@ def plot_agreement(
     right.axhline(0.0, color=GREY, lw=1, zorder=0)
     labels = []
     for k, name in enumerate(others):
-        colour = _colour(k)
+        colour = colour_of(k)
         x = _final(stats[base], len(shown)).mean("chain").values.ravel()
         y = _final(stats[name], len(shown))
         left.vlines(
@@ -272,7 +257,7 @@ def plot_agreement(
     right.set(xlim=(-0.6, len(others) - 0.4), xlabel="below names: mean |difference| (nats)")
     right.set_ylabel(f"evidence − that of {base} (nats)")
     for axis in (left, right):
-        _bare(axis)
+        without_box(axis)
     return figure
 
 
@@ -304,13 +289,13 @@ def _plot_ess(axis: Axes, data: InferenceData | xr.DataTree, episode: int) -> No
     after = _until_its_end(data, stats["resampled"], episode).shift(time=-1, fill_value=False)
     for k, name in enumerate(_contexts(stats)):
         line, there = fraction.isel(context=k), after.isel(context=k)
-        _line_and_band(axis, line, k, name, lw=1.4)
+        line_and_band(axis, line, k, name, lw=1.4)
         c, t = there.transpose("chain", "time").values.nonzero()
         dots = line.transpose("chain", "time").values[c, t]
-        axis.plot(line["time"].values[t], dots, "o", ms=3, color=_colour(k), mec="white", mew=0.4)
+        axis.plot(line["time"].values[t], dots, "o", ms=3, color=colour_of(k), mec="white", mew=0.4)
     axis.axhline(threshold, color=GREY, lw=1, ls="dashed", label="threshold; dots: resampled")
     axis.set_ylim(-0.03, 1.06)
-    _bare(axis)
+    without_box(axis)
 
 
 def _fan(axis: Axes, draws: xr.DataArray) -> None:
@@ -318,48 +303,6 @@ def _fan(axis: Axes, draws: xr.DataArray) -> None:
         lower, upper = draws.quantile([low, high], ("chain", "draw"))
         axis.fill_between(draws["time"], lower, upper, color=tint, lw=0, label=width)
     axis.plot(draws["time"], draws.median(("chain", "draw")), color=BLUE, lw=1.4, label="median")
-
-
-def _line_and_band(
-    axis: Axes,
-    chains: xr.DataArray,
-    k: int,
-    label: str | None = None,
-    *,
-    lw: float,
-    colour: str | None = None,
-) -> None:
-    """The mean over chains, `[chain, time]`, and a band from the lowest to the highest."""
-    colour = _colour(k) if colour is None else colour
-    time = chains["time"]
-    axis.fill_between(time, chains.min("chain"), chains.max("chain"), color=colour, alpha=BAND, lw=0)
-    axis.plot(time, chains.mean("chain"), color=colour, lw=lw, ls=_style(k), label=label)
-    _bare(axis)
-
-
-def _colour(k: int) -> str:
-    return COLOURS[k % len(COLOURS)]
-
-
-def _style(k: int) -> str:
-    return STYLES[k // len(COLOURS) % len(STYLES)]
-
-
-def _bare(axis: Axes) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _time_axis(axis: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_xlabel("time (steps)")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    _bare(axis)
-
-
-def _legend_below(figure: Figure, axis: Axes) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
 
 
 def _group(data: Any, group: str, variable: str | None = None) -> xr.Dataset:
@@ -407,9 +350,9 @@ def _until_its_end(data: InferenceData | xr.DataTree, values: xr.DataArray, epis
 
 
 def _component(values: xr.DataArray, where: tuple[int, ...]) -> xr.DataArray:
-    """One number of those that a state or an observation has: axes after time are its own."""
-    own = values.dims[values.dims.index("time") + 1 :]
-    return values.isel(dict(zip(own, where, strict=True)))
+    """One of the numbers of a state or an observation, whose axes come after time."""
+    axes = values.dims[values.dims.index("time") + 1 :]
+    return values.isel(dict(zip(axes, where, strict=True)))
 
 
 def _seen_as_a_state(data: InferenceData | xr.DataTree, states: Sequence[xr.DataArray]) -> str | None:
@@ -420,7 +363,7 @@ def _seen_as_a_state(data: InferenceData | xr.DataTree, states: Sequence[xr.Data
     ((name, values),) = observed.data_vars.items()
     alike = values.shape[2:] == states[0].shape[4:]
     known = values.values[np.isfinite(values.values)]
-    classes = bool((known == known.round()).all())  # all of them whole numbers
+    classes = bool((known == known.round()).all())  # all of them integers
     return str(name) if alike and states[0].dtype.kind == "f" and not classes else None
 
 

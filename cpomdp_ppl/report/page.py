@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.diagnostics.plots import COLOURS
+from cpomdp_ppl.diagnostics.style import COLOURS
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.experiments.run_folder import RunFolder, versions
 from cpomdp_ppl.prior import one_prior

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, TRUTH
+from cpomdp_ppl.diagnostics.style import BAND, COLOURS, GREY, TRUTH
 from cpomdp_ppl.experiments.files import write_atomic
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl.agent import Agent
-from cpomdp_ppl.diagnostics.inference_data import WORLD, inference_groups, wrapped
+from cpomdp_ppl.diagnostics.export import WORLD
+from cpomdp_ppl.diagnostics.inference_data import inference_groups, wrapped
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.experiments.files import CheckpointError, load_json, made_directory, save_json, write_atomic
 from cpomdp_ppl.inference.choice import backend_for

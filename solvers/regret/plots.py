@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpomdp_ppl.diagnostics.plots import BAND, COLOURS, GREY, STYLES, TRUTH
+from cpomdp_ppl.diagnostics.style import BAND, COLOURS, GREY, STYLES, TRUTH
 from cpomdp_ppl.errors import require, require_number
 
 if TYPE_CHECKING:

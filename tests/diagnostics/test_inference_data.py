@@ -18,8 +18,9 @@ import xarray as xr
 
 from cpomdp_ppl import Episodes, RandomPolicy, simulate
 from cpomdp_ppl.context import information_gain
-from cpomdp_ppl.diagnostics import inference_data, to_inference_data
-from cpomdp_ppl.diagnostics.inference_data import DITHER, FILTER, inference_groups, wrapped
+from cpomdp_ppl.diagnostics import export, to_inference_data
+from cpomdp_ppl.diagnostics.export import DITHER, FILTER, Export
+from cpomdp_ppl.diagnostics.inference_data import inference_groups, wrapped
 from cpomdp_ppl.errors import DegenerateWeightsError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, GridFilter, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
@@ -184,7 +185,7 @@ class TestStates:
 
     def test_filter_and_smoother_are_one_run(self, monkeypatch):
         """With a single particle, the only trajectory there can be is that of the filter's own means."""
-        monkeypatch.setattr(inference_data, "NUMBERS_AT_ONCE", 500)
+        monkeypatch.setattr(export, "NUMBERS_AT_ONCE", 500)
         model = LightDark(horizon=6)
         episodes = play(model, 7)
         backend = ParticleFilter(1)
@@ -192,7 +193,7 @@ class TestStates:
         found = data.posterior
         for chain in range(2):
             means = []
-            chunk = inference_data._Export(model, episodes, backend, 2, 5, None, 0).chunk
+            chunk = Export(model, episodes, backend, 2, 5, None, 0).chunk
             assert 1 < chunk < 7
             for start in range(0, 7, chunk):
                 seed = seed_for(0, FILTER, chain, start)
@@ -443,7 +444,7 @@ def test_it_shows_its_progress(capsys):
 
 
 def test_an_impossible_episode_is_named_whatever_the_chunk(monkeypatch):
-    monkeypatch.setattr(inference_data, "NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(export, "NUMBERS_AT_ONCE", 1)
     model = LineGrid(horizon=2, accuracy=1.0)
     episodes = Episodes.from_arrays(model, [["sense", "sense"]] * 3, {"side": [[1, 1], [0, 0], [0, 1]]})
     with pytest.raises(DegenerateWeightsError, match="time 2 of episode 0") as caught:

@@ -17,7 +17,8 @@ from cpomdp_ppl.diagnostics import (
     to_inference_data,
 )
 from cpomdp_ppl.diagnostics.inference_data import inference_groups, wrapped
-from cpomdp_ppl.diagnostics.plots import COLOURS, TRUTH, evidence_so_far
+from cpomdp_ppl.diagnostics.plots import evidence_so_far
+from cpomdp_ppl.diagnostics.style import COLOURS, TRUTH
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark

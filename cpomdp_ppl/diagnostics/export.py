@@ -1,0 +1,313 @@
+"""Drawing what is hidden in episodes, and what would be seen, chain by chain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cpomdp_ppl.arrays import on_the_right
+from cpomdp_ppl.context import entropy
+from cpomdp_ppl.diagnostics.datasets import (
+    Table,
+    component,
+    constant_data,
+    dataset_of,
+    observations_in_time,
+    observed_data,
+    variable,
+    with_nan,
+)
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
+from cpomdp_ppl.inference.persistence import filtered, smoothed
+from cpomdp_ppl.prior import as_prior
+from cpomdp_ppl.rng import seed_for
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import xarray as xr
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.state import State
+
+NUMBERS_AT_ONCE = 2**23
+"""Numbers (particles and draws, at all times) that are handled together."""
+
+DITHER = 1e-6
+"""Width, in nats, of the noise on the lowest pointwise log-likelihoods; see `to_inference_data`."""
+
+FILTER, AFTER, BEFORE, NOISE, WORLD = range(5)
+"""Purposes of random numbers: filters, draws of posterior and prior, noise on likelihoods, simulation."""
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Joint draws of what is hidden in B episodes.
+
+    Attributes:
+        context: int64 `[M, B]`.
+        state: Leaves `[M, B, T + 1, …]`.
+    """
+
+    context: Tensor
+    state: State
+
+    def __len__(self) -> int:
+        return self.context.shape[1]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some of the episodes: where they start, what they are, and their priors `[B, C]`."""
+
+    start: int
+    episodes: Episodes
+    prior: Tensor
+
+
+class Export:
+    """Draws contexts, states and observations, some episodes at a time, and makes datasets of them."""
+
+    def __init__(
+        self,
+        model: CPOMDP,
+        episodes: Episodes,
+        backend: Backend,
+        chains: int,
+        draws: int,
+        prior: Sequence[float] | Tensor | None,
+        seed: int,
+    ) -> None:
+        self.model, self.episodes, self.seed = model, episodes, seed
+        self.chains, self.draws = chains, draws
+        B, C = len(episodes), model.num_contexts
+        with inference_scope(model, seed):
+            p = as_prior(model.prior() if prior is None else prior, C, B)
+            recursion = backend.recursion(model)
+            require_same_sites(recursion, episodes)
+            self.programs = Generative(model)
+        self.signature = recursion.signature
+        p = p / p.sum(-1, keepdim=True)  # in double precision, thirds do not sum to 1 in single
+        self.prior = p.to(episodes.device).expand(B, C)
+        self.chunk = self._episodes_at_once(backend)
+        if isinstance(backend, ParticleFilter):
+            # So that filter and smoother, of the same seed, are one and the same run of particles: left to
+            # themselves they split the episodes differently, and random numbers go by the split.
+            self.chunk = min(self.chunk, backend.episodes_at_once(model, recursion))
+            backend = replace(backend, chunk=self.chunk * (draws + 1))
+        self.backend = backend
+        self.smoothing = ""
+        self.first = 0 if model.initial_observation else 1  # time of the first observation
+        sizes = {"chain": chains, "episode": B}
+        self.posterior, self.posterior_predictive, self.stats = Table(sizes), Table(sizes), Table(sizes)
+        self.prior_draws, self.prior_predictive = (Table({**sizes, "chain": 1}) for _ in range(2))
+
+    def _episodes_at_once(self, backend: Backend) -> int:
+        size: int = sum(leaf.shape.numel() for _, leaf in leaves(self.signature.state))
+        kept = self.draws * size
+        if isinstance(backend, ParticleFilter):  # with weights, ancestors and families of every particle
+            kept += backend.num_particles * (size + 5)
+        numbers = kept * self.model.num_contexts * (self.episodes.horizon + 1)
+        pieces = math.ceil(len(self.episodes) / max(1, NUMBERS_AT_ONCE // numbers))
+        return math.ceil(len(self.episodes) / pieces)
+
+    def draw(self, progress: bool) -> None:
+        """Fill the tables."""
+        with tqdm(total=len(self.episodes) * self.chains, unit=" episodes", disable=not progress) as bar:
+            for start in range(0, len(self.episodes), self.chunk):
+                rows = slice(start, start + self.chunk)
+                piece = _Piece(start, self.episodes[rows], self.prior[rows])
+                try:
+                    self._before(piece)
+                    for chain in self._after(piece):
+                        bar.update(len(chain))
+                except (ArithmeticError, ValueError) as error:
+                    if start:
+                        error.add_note(f"(episodes are counted from {start} on)")
+                    raise
+
+    def _after(self, piece: _Piece) -> Iterator[_Joint]:
+        """Draw what is hidden, and what would be seen again, given all that was seen."""
+        filtering = None
+        for chain in range(self.chains):
+            seed = seed_for(self.seed, FILTER, chain, piece.start)
+            if filtering is None or filtering.standard_error is not None:  # without error, it is no estimate
+                filtering = filtered(
+                    self.backend, self.model, piece.episodes, prior=piece.prior, seed=seed, moments=False
+                )
+            smoothing = smoothed(self.backend, self.model, piece.episodes, self.draws, seed=seed)
+            self.smoothing = smoothing.method
+            log_posterior = filtering.log_posterior(piece.prior)  # [B, T+1, C]
+            with inference_scope(self.model, seed_for(self.seed, AFTER, chain, piece.start)):
+                context = _indices(log_posterior[:, -1].exp(), self.draws)  # [M, B]
+                joint = _Joint(context, _under(context, smoothing.trajectories))
+                replicas = self._replicas(joint, piece.episodes)
+            self._put_joint(self.posterior, joint, chain, piece)
+            self._put_observations(self.posterior_predictive, replicas, chain, piece)
+            self._put_stats(filtering, log_posterior, chain, piece)
+            yield joint
+
+    def _before(self, piece: _Piece) -> None:
+        """Draw what is hidden, and what would be seen, given nothing but the actions."""
+        M, B, T = self.draws, len(piece.episodes), piece.episodes.horizon
+        actions, lengths = piece.episodes.actions.repeat(M, 1), piece.episodes.lengths.repeat(M)  # of M·B
+        with inference_scope(self.model, seed_for(self.seed, BEFORE, piece.start)):
+            programs = self.programs
+            context = _indices(piece.prior, M)  # [M, B]
+            c = context.flatten()
+            state = programs.initial(c)
+            path, percepts = [state], [programs.look(state, c)] if self.first == 0 else []
+            for t in range(T):
+                step = programs.step(state, actions[:, t], c)
+                state = map_state(partial(_where, t < lengths), step.state, state)
+                path.append(state)
+                percepts.append(step.percept)
+        states = map_state(lambda *x: torch.stack(x, 1).unflatten(0, (M, B)), *path)  # [M, B, T+1, …]
+        self._put_joint(self.prior_draws, _Joint(context, states), 0, piece)
+        self._put_observations(self.prior_predictive, _in_time(percepts, M, B), 0, piece)
+
+    def _replicas(self, joint: _Joint, some: Episodes) -> dict[str, tuple[Tensor, Tensor]]:
+        """Observations drawn anew at states and contexts, by site: values and flags, `[M, B, times, …]`."""
+        M, B = joint.context.shape
+        percepts = []
+        for t in range(self.first, some.horizon + 1):
+            state = map_state(lambda leaf, t=t: leaf[:, :, t].flatten(0, 1), joint.state)  # [M·B, …]
+            action = some.actions[:, t - 1].repeat(M) if t else None
+            percepts.append(self.programs.look(state, joint.context.flatten(), action))
+        return _in_time(percepts, M, B)
+
+    def _put_joint(self, table: Table, joint: _Joint, chain: int, piece: _Piece) -> None:
+        contexts = torch.arange(self.model.num_contexts, device=joint.context.device)
+        series = {
+            "context_index": ("draw episode", joint.context),
+            "is_context": ("draw episode context", (joint.context[..., None] == contexts).float()),
+        }
+        for path, leaf in leaves(joint.state):  # ArviZ has no moments of truth values
+            series[component(path)] = "draw episode time", leaf.long() if leaf.dtype == torch.bool else leaf
+        table.put(series, chain, piece.start)
+
+    def _put_observations(
+        self, table: Table, replicas: Mapping[str, tuple[Tensor, Tensor]], chain: int, piece: _Piece
+    ) -> None:
+        series = {}
+        for site, (_, known) in observations_in_time(piece.episodes).items():
+            values, flags = replicas[site]
+            series[variable(site)] = "draw episode time", with_nan(values, flags & known)
+        table.put(series, chain, piece.start)
+
+    def _put_stats(self, filtering: Filtering, log_posterior: Tensor, chain: int, piece: _Piece) -> None:
+        # What belongs to a step is filed under the time of its observation; time 0 has the initial one.
+        increments = torch.cat([filtering.initial_increment[:, None], filtering.increments], 1)  # [B, T+1, C]
+        log_likelihood = filtering.log_likelihood
+        posterior = log_posterior.exp()
+        uncertainty = entropy(torch.cat([piece.prior[:, None], posterior], 1))  # [B, T+2]
+        series = {
+            "increment": ("episode time context", increments),
+            "log_likelihood": ("episode context", log_likelihood),
+            "evidence": ("episode", (piece.prior.log() + log_likelihood).logsumexp(1)),
+            "context_probability": ("episode time context", posterior),
+            "information_gain": ("episode time", -uncertainty.diff(dim=1)),
+        }
+        if filtering.ess is not None:
+            unknown = torch.full_like(filtering.ess[:, :1], torch.nan)
+            series["ess"] = "episode time context", torch.cat([unknown, filtering.ess], 1)
+        if filtering.resampled is not None:
+            never = torch.zeros_like(filtering.resampled[:, :1])
+            series["resampled"] = "episode time context", torch.cat([never, filtering.resampled], 1)
+        if filtering.standard_error is not None:
+            series["log_likelihood_se"] = "episode context", filtering.standard_error
+        self.stats.put(series, chain, piece.start)
+
+    def groups(self) -> dict[str, xr.Dataset]:
+        """The tables as datasets."""
+        T = self.episodes.horizon
+        coordinates = {
+            "chain": np.arange(self.chains),
+            "draw": np.arange(self.draws),
+            "episode": np.arange(len(self.episodes)),
+            "time": np.arange(T + 1),
+            "context": np.array(self.model.context_names),
+        }
+        alone = {**coordinates, "chain": np.arange(1)}
+        seen = np.arange(self.first, T + 1)
+        return {
+            "posterior": self.posterior.dataset(coordinates),
+            "posterior_predictive": self.posterior_predictive.dataset({**coordinates, "time": seen}),
+            "log_likelihood": self._log_likelihood(coordinates),
+            "sample_stats": self.stats.dataset(coordinates),
+            "prior": self.prior_draws.dataset(alone),
+            "prior_predictive": self.prior_predictive.dataset({**alone, "time": seen}),
+            "observed_data": observed_data(self.episodes, {**coordinates, "time": seen}),
+            "constant_data": constant_data(self.model, self.episodes, coordinates),
+        }
+
+    def _log_likelihood(self, coordinates: Mapping[str, Any]) -> xr.Dataset:
+        anything = torch.stack(
+            [
+                flags.reshape(*flags.shape[:2], -1).any(2)
+                for _, flags in observations_in_time(self.episodes).values()
+            ]
+        )
+        episode, time = anything.any(0).cpu().numpy().nonzero()  # [S], [S]
+        time = time + self.first
+        increment = self.stats.arrays["increment"][1][:, episode, time]  # [chain, S, C]
+        context = self.posterior.arrays["context_index"][1][:, :, episode]  # [chain, draw, S]
+        drawn = np.stack(
+            [values[np.arange(len(episode)), c] for values, c in zip(increment, context, strict=True)]
+        )
+        lowest = drawn == drawn.min((0, 1))
+        # Not on the others: distinct values just above the cutoff of the tail would look like a heavy one.
+        drawn[lowest] += DITHER * np.random.default_rng([self.seed, NOISE]).uniform(-0.5, 0.5, lowest.sum())
+        where = {"step_episode": ("step", episode), "step_time": ("step", time)}
+        steps = {**coordinates, "step": np.arange(len(episode))}
+        return dataset_of({"increment": (("chain", "draw", "step"), drawn)}, steps).assign_coords(where)
+
+
+def _indices(probabilities: Tensor, number: int) -> Tensor:
+    """Independent draws from every row of `[B, C]`: int64 `[number, B]`."""
+    drawn: Tensor = torch.multinomial(probabilities, number, replacement=True).T
+    return drawn
+
+
+def _under(context: Tensor, trajectories: State) -> State:
+    """Of trajectories `[M, B, T + 1, C, …]`, those under contexts `[M, B]`: leaves `[M, B, T + 1, …]`."""
+
+    def chosen(leaf: Tensor) -> Tensor:
+        where = on_the_right(context, leaf).expand(*leaf.shape[:3], 1, *leaf.shape[4:])
+        return leaf.gather(3, where).squeeze(3)
+
+    state: State = map_state(chosen, trajectories)
+    return state
+
+
+def _where(alive: Tensor, after: Tensor, before: Tensor) -> Tensor:
+    """The later states of episodes that go on; the others stand still."""
+    return torch.where(on_the_right(alive, after), after, before)
+
+
+def _in_time(percepts: Sequence[Percept], M: int, B: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Percepts of M · B episodes as values and flags by site, `[M, B, times, …]`."""
+
+    def stacked(name: str, site: str) -> Tensor:
+        series: Tensor = torch.stack(
+            [getattr(percept, name)[site] for percept in percepts], 1
+        )  # [M·B, times]
+        return series.reshape(M, B, *series.shape[1:])
+
+    return {
+        site: (stacked("observations", site), stacked("observed", site)) for site in percepts[0].observations
+    }
