@@ -43,16 +43,16 @@ def information_gain(
     contexts: Tensor | Sequence[int] | None = None,
     prior: Tensor | Sequence[float] | None = None,
 ) -> Tensor:
-    """What each step told about the context, in nats, `[B, T]`.
+    """How much each step revealed about the context, in nats, `[B, T]`.
 
     With the true contexts, `log P(c | h_{t+1}) − log P(c | h_t)` of the true c, whose sum over an episode is
     `log P(c | y) − log P(c)`; it may be negative, and is `-inf` at the step that makes the true context
     impossible, and 0 from there on. Without, the fall of the posterior's entropy.
 
     Args:
-        filtering: From any backend.
+        filtering: What any backend computed.
         contexts: The true contexts `[B]`, if known.
-        prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+        prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
     """
     log_posterior = filtering.log_posterior(prior)  # [B, T+1, C]
     if contexts is None:
@@ -101,10 +101,10 @@ def mutual_information(
     """Bracket the information that episodes hold about the context.
 
     Args:
-        filtering: From any backend, of episodes whose contexts were drawn from the prior (or balanced, if
-            that is uniform).
+        filtering: What any backend computed for episodes whose contexts were drawn from the prior (or
+            balanced, if that is uniform).
         contexts: Their true contexts, `[B]`.
-        prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+        prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
         widest: Warn if the bracket is wider than this, in nats, beyond chance.
 
     Example:
@@ -121,7 +121,7 @@ def mutual_information(
     log_posterior = filtering.log_posterior(prior)  # [B, T+1, C]
     last = log_posterior[:, -1]  # [B, C]
     B, C = last.shape
-    require(B > 1, "filtering", f"{B} episode", "at least two, to tell the standard error")
+    require(B > 1, "filtering", f"{B} episode", "at least two, to estimate the standard error")
     p = as_prior(filtering.prior if prior is None else prior, C, B).to(last.device)
     c = _true_contexts(contexts, log_posterior)
     up = entropy(p) - entropy(last.exp())  # [B]

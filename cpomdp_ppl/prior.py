@@ -33,7 +33,7 @@ def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
 
     Example:
         >>> from cpomdp_ppl.models import ContextualTiger
-        >>> one_prior(None, ContextualTiger()).tolist()  # the model's own are in single precision
+        >>> one_prior(None, ContextualTiger()).tolist()  # the model's prior is in single precision
         [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
     """
     C = model.num_contexts
@@ -44,16 +44,17 @@ def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
 
 
 def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
-    """Contexts in proportion to a prior `[C]`, each as often as it can be, int64 `[B]`.
+    """Contexts in proportion to a prior `[C]`, as evenly as whole episodes allow, int64 `[B]`.
 
     Rare contexts may not be among them: with a random offset a mean over such episodes is right on average,
     with any other it is not. `weighted_strata` leaves out none.
 
     Args:
-        prior: Over contexts; or one for each episode, `[B, C]`, in which case chance decides which episode
-            gets which part of its distribution.
+        prior: Prior over contexts, `[C]`; or one for each episode, `[B, C]`, in which case chance decides
+            which episode gets which part of its distribution.
         num_episodes: How many episodes B.
-        offset: In [0, 1): drawn at random, every episode's context is distributed like the prior.
+        offset: A number in [0, 1); if it is drawn at random, every episode's context is distributed like the
+            prior.
 
     Example:
         >>> stratified(torch.tensor([0.5, 0.25, 0.25]), 4)
@@ -72,7 +73,7 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
 def weighted_strata(
     prior: Tensor, num_episodes: int, seed: int | np.random.SeedSequence | None = 0
 ) -> tuple[Tensor, Tensor]:
-    """Contexts to play, of which none that is possible is left out, and what weight each episode then has.
+    """Contexts to play, including every possible one, and the weight of each episode.
 
     Every possible context gets two episodes, or one if there are not enough for that, and the rest goes in
     proportion to the prior. An episode has the weight `P(c) / n_c` in means over episodes: these are then
@@ -80,9 +81,9 @@ def weighted_strata(
     contexts, contexts are drawn from the prior, and all weights are equal.
 
     Args:
-        prior: Over contexts, `[C]`.
+        prior: Prior over contexts, `[C]`.
         num_episodes: How many episodes B.
-        seed: Of the draws, if there are any.
+        seed: Seed of the draws, if there are any.
 
     Returns:
         Contexts in ascending order, int64 `[B]`, and weights that sum to 1, float64 `[B]`.
@@ -104,7 +105,7 @@ def weighted_strata(
 
 
 def _episodes_by_context(prior: NDArray[np.float64], num_episodes: int) -> NDArray[np.int64]:
-    """How many episodes each context gets, int64 `[C]`: the rarest first, of what is left its share."""
+    """How many episodes each context gets, int64 `[C]`; the rarest takes its share first."""
     counts = np.zeros(len(prior), dtype=np.int64)
     possible = [c for c in np.argsort(prior, kind="stable") if prior[c] > 0]
     least = min(2, num_episodes // len(possible))

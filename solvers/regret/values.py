@@ -244,5 +244,5 @@ def as_priors(argument: str, priors: Any, num_contexts: int) -> Tensor:
 def require_episodes(num_episodes: Any) -> int:
     """Raise unless there are enough episodes to tell a standard error."""
     E = require_count("num_episodes", num_episodes)
-    require(E > 1, "num_episodes", num_episodes, "at least 2, to tell the standard error")
+    require(E > 1, "num_episodes", num_episodes, "at least 2, to estimate the standard error")
     return E
