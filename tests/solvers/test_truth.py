@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pytest
-import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.conftest import assert_mean
 from tests.solvers.truth import (
-    Indices,
-    Plan,
+    DEAF,
+    LOPSIDED,
     Reals,
     Tables,
+    Wanderer,
     evaluate,
     fixed_context_values,
     known_context_value,
@@ -30,16 +30,11 @@ from tests.solvers.truth import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from cpomdp_ppl import CPOMDP
-    from cpomdp_ppl.policy import History
 
 Tree: TypeAlias = tuple[int, dict[int, "Tree"]]  # an action, and what to do after each outcome of it
 
 SMALL_GRID: dict[str, Any] = dict(num_cells=3, start=1)
-LOPSIDED: dict[str, Any] = dict(num_cells=5, start=1, accuracy=0.7, penalty=15.0, low_value=3.0)
-DEAF: dict[str, Any] = dict(sharp=0.9, dull=0.5, mauling=20.0, listening=0.5)
 
 
 def trees(t: Tables, steps: int) -> Iterator[Tree]:
@@ -181,19 +176,6 @@ def test_simulated_returns(model: CPOMDP) -> None:
         returns = simulate(model, certain, 4000, contexts=c, seed=1).returns
         assert returns is not None
         assert_mean(returns, evaluate(t, certain, context), f"certain, in context {c}", limit=3)
-
-
-class Wanderer:
-    """Keeps a plan's memory, but acts at random."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.start = plan, plan.start
-        self.beliefs: list[Reals] = []  # T × [B, C, S]
-
-    def act(self, history: History, memory: Indices) -> tuple[Tensor, Indices]:
-        _, n = self.plan.act(history, memory)
-        self.beliefs.append(self.plan.beliefs[history.time][n])
-        return torch.randint(self.plan.q_values[0].shape[1], n.shape), n
 
 
 @pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])

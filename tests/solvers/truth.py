@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ Indices: TypeAlias = NDArray[np.int64]
 
 DECIMALS = 11  # beliefs that agree so far are one belief: they came to it by different orders of rounding
 TIE = 1e-9  # actions whose values differ by less are tied, and the first of them is taken
+
+
+LOPSIDED: dict[str, Any] = dict(num_cells=5, start=1, accuracy=0.7, penalty=15.0, low_value=3.0)
+DEAF: dict[str, Any] = dict(sharp=0.9, dull=0.5, mauling=20.0, listening=0.5)
 
 
 @dataclass(frozen=True)
@@ -252,3 +256,16 @@ def random_value(tables: Tables, horizon: int) -> float:
         total += float((p * tables.reward.mean(1)).sum())
         p = np.einsum("cs,cst->ct", p, tables.transition.mean(1))
     return total
+
+
+class Wanderer:
+    """Keeps the memory of a plan (of this module or of `solvers.exact`), but acts at random."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan, self.start = plan, plan.start
+        self.beliefs: list[Any] = []  # P(c, s | h_t), T × [B, C, S]
+
+    def act(self, history: History, memory: Any) -> tuple[Tensor, Any]:
+        action, n = self.plan.act(history, memory)
+        self.beliefs.append(self.plan.beliefs[history.time][n])
+        return torch.randint(self.plan.q_values[0].shape[1], action.shape), n

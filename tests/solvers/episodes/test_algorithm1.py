@@ -96,10 +96,8 @@ def test_a_context_by_name_for_all_runs():
 @pytest.mark.parametrize("light_is_right", [True, False])
 def test_a_world_written_without_this_toolkit(light_is_right):
     model = LightDark()
-    run = cids.run(
-        model, Corridor(light_is_right, 7), 6, solution=FunctionPolicy(look_around), likelihood="grid",
-        seed=0, progress=False,
-    )  # fmt: skip
+    settings = {"solution": FunctionPolicy(look_around), "likelihood": "smc", "seed": 0, "progress": False}
+    run = cids.run(model, Corridor(light_is_right, 7), 6, **settings)
     assert run.contexts is None
     assert run.posteriors.shape == (1, 7, 2)
     assert float(run.posteriors[0, -1, 0 if light_is_right else 1]) > 0.9
@@ -236,7 +234,7 @@ def test_resolving_plays_the_policy_that_was_fitted_in_the_same_world():
     same = cids.run(model, [0, 1, 0], 2, solution=policy, resolve=tiny, **QUICK)
     assert torch.equal(same.returns, given.returns)
     assert torch.equal(same.posteriors, given.posteriors)
-    large = {"iterations": 20, "batch_size": 40, "learning_rate": 0.05, "estimator": ActorCritic()}
+    large = {"iterations": 5, "batch_size": 40, "learning_rate": 0.05, "estimator": ActorCritic()}
     moved = cids.run(model, [0, 1, 0], 2, solution=policy, resolve=large, **QUICK)
     assert not torch.equal(moved.episodes[0].actions, given.episodes[0].actions)
 
@@ -372,19 +370,6 @@ def test_export_to_arviz_and_back(tmp_path):
     np.testing.assert_array_equal(again.posterior["context_index"], data.posterior["context_index"])
     np.testing.assert_array_equal(again.observed_data["side"], data.observed_data["side"])
     assert again.run["true_context"].values.tolist() == ["detector right", "detector left", "detector right"]
-
-
-def test_the_same_seed_gives_the_same_run_and_disturbs_nobody():
-    model = LightDark(horizon=5)
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    settings = {"solution": RandomPolicy(3), "num_runs": 6, "progress": False}
-    one = cids.run(model, None, 2, seed=1, **settings)
-    assert torch.equal(before, torch.get_rng_state())
-    two = cids.run(model, None, 2, seed=1, **settings)
-    other = cids.run(model, None, 2, seed=2, **settings)
-    assert torch.equal(one.posteriors, two.posteriors)
-    assert not torch.equal(one.posteriors, other.posteriors)
 
 
 def test_ctrl_c_keeps_what_there_is_and_callbacks_see_it(capsys):

@@ -19,12 +19,13 @@ from cpomdp_ppl.inference import ObservableOperator
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.policy import FunctionPolicy, History, Percept
 from cpomdp_ppl.rng import RandomStream
-from solvers.exact import Plan, TooManyBeliefsError, TooManyHistoriesError, evaluate, plan
+from solvers.exact import TooManyBeliefsError, TooManyHistoriesError, evaluate, plan
 from solvers.exact import beliefs as reachable
 from tests.conftest import assert_mean, fixed_actions
 from tests.programs import Walk
 from tests.solvers import truth
 from tests.solvers.machines import Awake, Machine
+from tests.solvers.truth import DEAF, LOPSIDED, Wanderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,8 +36,6 @@ Tree: TypeAlias = tuple[int, tuple["Tree", ...]]  # an action, and what to do af
 Path: TypeAlias = tuple[int, ...]  # the outcome at time 0, then actions and outcomes in turn
 
 TEMPERATURES = (0.0, 0.1, 0.5, 2.0, 10.0, 50.0)
-LOPSIDED: dict[str, Any] = dict(num_cells=5, start=1, accuracy=0.7, penalty=15.0, low_value=3.0)
-DEAF: dict[str, Any] = dict(sharp=0.9, dull=0.5, mauling=20.0, listening=0.5)
 SKEWED = {2: [0.2, 0.8], 3: [0.6, 0.1, 0.3]}
 EXCLUDING = {2: [1.0, 0.0], 3: [0.3, 0.0, 0.7]}
 
@@ -192,24 +191,16 @@ def test_no_deterministic_policy_is_better_and_one_is_as_good(model: Machine) ->
 @pytest.mark.parametrize(
     "model", [LineGrid(), ContextualTiger(8), ContextualTiger(6, **DEAF), *MACHINES], ids=name
 )
-def test_the_value_is_return_and_information(model: CPOMDP) -> None:
+def test_the_value_is_return_and_information_and_the_price_decides_between_them(model: CPOMDP) -> None:
     for prior in priors(model.num_contexts):
-        for temperature in TEMPERATURES:
-            best = plan(model, prior=prior, temperature=temperature)
+        plans = [plan(model, prior=prior, temperature=temperature) for temperature in TEMPERATURES]
+        for temperature, best in zip(TEMPERATURES, plans, strict=True):
             parts = best.expected_return + temperature * best.information
             assert best.value == pytest.approx(parts, abs=1e-9)
-            assert best.expected_return == pytest.approx(
-                float(torch.tensor(prior, dtype=torch.float64) @ best.returns)
-            )
-
-
-@pytest.mark.parametrize(
-    "model", [LineGrid(), ContextualTiger(8), ContextualTiger(6, **DEAF), *MACHINES], ids=name
-)
-def test_the_higher_the_temperature_the_more_is_learned_for_less(model: CPOMDP) -> None:
-    plans = [plan(model, temperature=temperature) for temperature in TEMPERATURES]
-    assert (np.diff([best.information for best in plans]) >= -1e-9).all()
-    assert (np.diff([best.expected_return for best in plans]) <= 1e-9).all()
+            expected = torch.tensor(prior, dtype=torch.float64) @ best.returns
+            assert best.expected_return == pytest.approx(float(expected))
+        assert (np.diff([best.information for best in plans]) >= -1e-9).all()
+        assert (np.diff([best.expected_return for best in plans]) <= 1e-9).all()
 
 
 def test_curiosity_changes_what_is_done() -> None:
@@ -265,20 +256,6 @@ def test_simulated_episodes(model: CPOMDP) -> None:
     assert float(torch.cdist(posterior, known).min(1).values.max()) < 1e-6, (
         "an ending that is not in the list"
     )
-
-
-class Wanderer:
-    """Keeps a plan's memory, but acts at random."""
-
-    def __init__(self, best: Plan) -> None:
-        self.best, self.start = best, best.start
-        self.beliefs: list[torch.Tensor] = []  # P(c, s | h_t), T × [B, C, N]
-
-    def act(self, history: History, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        action, n = self.best.act(history, memory)
-        self.beliefs.append(self.best.beliefs[history.time][n])
-        A = self.best.q_values[0].shape[1]
-        return torch.randint(A, action.shape), n
 
 
 @pytest.mark.parametrize("model", [LineGrid(), ContextualTiger(), Awake(8, C=3, N=3, horizon=4)], ids=name)
@@ -488,18 +465,6 @@ def test_functions_are_policies() -> None:
     found = evaluate(ContextualTiger(4), fixed_actions(0, 0, 0, 1))
     assert found.expected_return == pytest.approx(-3 - 45)
     assert found.num_histories == (1, 4, 16, 64)
-
-
-def test_nothing_of_the_caller_is_touched() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
-    plan(LineGrid(4), temperature=1.0)
-    evaluate(LineGrid(4), RandomPolicy(3))
-    with pytest.raises(ValueError, match="draws random numbers"):
-        evaluate(LineGrid(4), FunctionPolicy(lambda history: torch.randint(3, (history.num_episodes,))))
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.get_default_dtype() == torch.float32
 
 
 # Refusals.

@@ -19,6 +19,7 @@ from solvers.regret.invariance import Gaps, merge_invariant_contexts, policy_gap
 from solvers.regret.restricted import Restricted
 from tests.programs import Dice, EyesOpen, Learnable, Plates, Walk
 from tests.solvers import truth
+from tests.solvers.regret.guess import always
 
 
 class Repeated:
@@ -47,10 +48,6 @@ class GridThrice(Repeated, LineGrid):
 
 class LightThrice(Repeated, LightDark):
     pass
-
-
-def always(action: int):
-    return lambda history: torch.full((history.num_episodes,), action)
 
 
 # ---- gaps --------------------------------------------------------------------------------------------------
