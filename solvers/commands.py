@@ -247,7 +247,7 @@ def run(options: Namespace) -> int:
         "num_episodes": options.num_episodes,
         "num_runs": options.num_runs,
         "likelihood": repr(backend),
-        "settled": options.settled,
+        "stop_at": options.stop_at,
     }
     outputs = (f"{LIVED}.csv", f"{LIVED}.nc", *figure_files([LIVED]))
     results = target.results(options, "run", settings, outputs)
@@ -267,29 +267,29 @@ def run(options: Namespace) -> int:
             prior=target.prior,
             num_runs=options.num_runs,
             likelihood=backend,
-            stop_at=options.settled,
+            stop_at=options.stop_at,
             seed=results.seed,
             progress=progress_of(options),
         )
         if not lived.num_episodes:  # stopped before the first
             raise KeyboardInterrupt
         folder = results.replace()
-        folder.write_table(f"{LIVED}.csv", as_columns(lived))
+        folder.write_table(f"{LIVED}.csv", episode_columns(lived))
         folder.write_data(f"{LIVED}.nc", lived.to_inference_data(seed=results.seed))
-        sure = options.settled is not None and bool((lived.posteriors[:, -1].amax(1) > options.settled).all())
+        sure = options.stop_at is not None and bool((lived.posteriors[:, -1].amax(1) > options.stop_at).all())
         if lived.num_episodes < options.num_episodes and not sure:
             raise Stopped(
                 f"stopped after {lived.num_episodes:,} of {options.num_episodes:,} episodes, which are in "
                 f"{folder.path / LIVED}.csv; to begin again: {results.again()}"
             )
         write_figures(options, folder, {LIVED: lambda: picture(lived)})
-        results.finish(**target.in_force, context="in proportion to the prior", settled="never")
+        results.finish(**target.in_force, context="in proportion to the prior", stop_at="never")
     print(table(lived))
     note(options, f"episodes: {folder.path / LIVED}.csv and .nc")
     return OK
 
 
-def as_columns(lived: Run) -> dict[str, list[Any]]:
+def episode_columns(lived: Run) -> dict[str, list[Any]]:
     """A row for each episode of each run: what was believed after it, and what it earned."""
     R, K = lived.returns.shape
     names = lived.model.context_names
@@ -328,16 +328,22 @@ def table(lived: Run) -> str:
 
 
 def _run_options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", several="the run folder of a fit with --prior dirichlet, or a model")
+    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
     policy_option(parser)
     parser.add_argument(
         "--context", metavar="NAME", help="the true context (default: in proportion to the prior)"
     )
     episodes_option(parser, 10)
-    parser.add_argument("--num-runs", type=count, default=1, help="side by side (default: %(default)s)")
+    parser.add_argument(
+        "--num-runs", type=count, default=1, help="number of runs side by side (default: %(default)s)"
+    )
     likelihood_option(parser)
     parser.add_argument(
-        "--settled", type=positive, metavar="P", help="stop when a context is more likely than this"
+        "--stop-at",
+        "--settled",
+        type=positive,
+        metavar="P",
+        help="stop a run when a context is more likely than this (--settled is the former name)",
     )
     prior_option(parser)
     seed_option(parser, 0)
@@ -348,7 +354,7 @@ RUN = Command(
     "Meet the same unknown context episode after episode, and carry the posterior on (Algorithm 1).",
     (
         "cpomdp run runs/LightDark-fit-1 --num-episodes 20 --num-runs 100",
-        "cpomdp run cpomdp_ppl.models:LineGrid --policy likeliest --context 'detector left' --settled 0.99",
+        "cpomdp run cpomdp_ppl.models:LineGrid --policy likeliest --context 'detector left' --stop-at 0.99",
     ),
     _run_options,
     run,

@@ -260,7 +260,7 @@ def test_algorithm_1(elsewhere, capsys, monkeypatch):
         ),
         (["compare", LINE_GRID], "whom to compare?"),
         (["compare", LINE_GRID, "--policies", "random,random"], "each once, got random,random"),
-        (["compare", LINE_GRID, "--policies", ","], "expected names separated by commas"),
+        (["compare", LINE_GRID, "--policies", ","], "expected names joined by commas"),
         (["diagnose", "nowhere", "--calibrate", "0"], "--calibrate: expected a positive integer, got 0"),
     ],
 )

@@ -39,8 +39,6 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.generative -> cpomdp_ppl.inference",
     },
     "length": {
-        "cpomdp_ppl.cli.compare.compare",
-        "cpomdp_ppl.cli.diagnose.diagnose",
         "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
@@ -56,7 +54,6 @@ TO_DO: dict[str, set[str]] = {
         "RecurrentPolicy",
         "Scored",
         "Step",
-        "as_columns",
     },
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from cpomdp_ppl.cli.options import (
     run_option,
     seed_option,
 )
-from cpomdp_ppl.cli.policies import POLICIES, Budget, code_hash, recipe
+from cpomdp_ppl.cli.policies import POLICIES, Budget, Recipe, code_hash, is_users_own, recipe
 from cpomdp_ppl.cli.results import Results
 from cpomdp_ppl.cli.solution import load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
@@ -31,94 +32,147 @@ from cpomdp_ppl.experiments.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Policy
 
 MEASURED = "comparison.json"
+"""The file with everything that was measured, which a comparison that was stopped goes on with."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy that takes part.
+
+    Attributes:
+        policy: The policy, or how it is made.
+        sha256: Hash of the solution, or of the user's code, to tell it from an earlier one; None for others.
+    """
+
+    policy: Policy | Recipe
+    sha256: str | None
+
+    @property
+    def learns(self) -> bool:
+        """Whether making the policy means learning."""
+        return isinstance(self.policy, Recipe) and self.policy.learns
+
+    @property
+    def plans(self) -> bool:
+        """Whether the policy takes its time for each decision."""
+        return isinstance(self.policy, Recipe) and self.policy.plans
 
 
 def compare(options: Namespace) -> int:
-    """Make policies and let them play, one after the other; what is measured is not measured again."""
+    """Let policies play, one after the other; what was measured before is not measured again."""
+    _require_commas(options)
     spec = ModelSpec.of([options.model, *options.arguments])
     recipes = {name: recipe(name) for name in options.policies or ()}
-    folders = {Path(each).name: each for each in options.solution or ()}
-    if not recipes and not folders:
+    places = {Path(each).name: each for each in options.solution or ()}
+    if not recipes and not places:
         raise CommandError("whom to compare? say --policies random,qmdp, or --solution RUN, or both")
-    if len(folders) < len(options.solution or ()) or recipes.keys() & folders.keys():
+    if len(places) < len(options.solution or ()) or recipes.keys() & places.keys():
         raise CommandError(
             "--solution: expected folders whose names differ from each other and from policies"
         )
     model = spec.build()
-    opened = {name: RunFolder.open(place, unfinished=options.unfinished) for name, place in folders.items()}
-    solutions = {name: load_solution(folder, model) for name, folder in opened.items()}
-    hashes = {name: solution_hash(folder) for name, folder in opened.items()}
-    hashes |= {name: code for name in recipes if (code := code_hash(name)) is not None}
+    folders = {name: RunFolder.open(place, unfinished=options.unfinished) for name, place in places.items()}
+    solutions = {name: load_solution(folder, model) for name, folder in folders.items()}
+    contestants = {name: Contestant(each, code_hash(name)) for name, each in recipes.items()}
+    for name, solution in solutions.items():
+        contestants[name] = Contestant(solution.policy, solution_hash(folders[name]))
     prior = common_prior(solutions) if options.prior is None else options.prior
     settings = {
         "policies": list(recipes),
-        "solutions": [str(place) for place in folders.values()],
+        "solutions": [str(place) for place in places.values()],
         "num_episodes": options.num_episodes,
         "planned_episodes": options.planned_episodes,
         "simulations": options.simulations,
         "training_episodes": options.training_episodes,
         "likelihood": None if options.likelihood is None else repr(options.likelihood),
         "prior": None if prior is None else list(prior),
-        "unfinished": [name for name, folder in opened.items() if not folder.finished],
+        "unfinished": [name for name, folder in folders.items() if not folder.finished],
     }
     results = Results.at(options, "compare", spec, settings)
-    folder = results.folder
-    measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
     with results.kept():
-        for name in [*recipes, *solutions]:
-            if name in measured and measured[name].get("solution_sha256") == hashes.get(name):
-                note(options, f"{name}: measured before")
-                continue
-            if name in measured:
-                what = "its code" if name in recipes else "the solution"
-                note(options, f"{name}: {what} has changed, and is measured again")
-            seconds, num_episodes = None, options.num_episodes
-            progress = progress_of(options, f"{name}: ")
-            if name in recipes:
-                note(options, f"{name}: {'learning' if recipes[name].learns else 'playing'} …")
-                began = time.perf_counter()
-                policy = recipes[name].made(name, model, Budget.of(options, results.seed, progress))
-                if recipes[name].learns:
-                    seconds = time.perf_counter() - began
-                if recipes[name].plans:
-                    num_episodes = options.planned_episodes
-            else:
-                policy = solutions[name].policy
-            result = evaluate(
-                model,
-                policy,
-                num_episodes,
-                likelihood=options.likelihood,
-                prior=prior,
-                progress=progress,
-                seed=results.seed,
-            )
-            measured[name] = {
-                "evaluation": result.as_dict(),
-                "training_seconds": seconds,
-                "solution_sha256": hashes.get(name),
-            }
-            folder.write_json(MEASURED, measured)
-            note(options, f"{name}: return {result.returns}")
-        evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
-        seconds_by_name = {
-            name: each["training_seconds"]
-            for name, each in measured.items()
-            if each["training_seconds"] is not None
-        }
-        folder.write_table(COMPARISON, columns(evaluations, seconds_by_name))
-        likelihoods = ", ".join(sorted({evaluation.likelihood for evaluation in evaluations.values()}))
-        results.finish(likelihood=likelihoods, prior=model.prior().tolist())
-    print(Comparison(evaluations, seconds_by_name))
-    note(options, f"table: {folder.path / COMPARISON}")
+        comparison = _measure(options, results, model, contestants, prior)
+        results.folder.write_table(COMPARISON, columns(comparison))
+        likelihoods = {evaluation.likelihood for evaluation in comparison.evaluations.values()}
+        results.finish(likelihood=", ".join(sorted(likelihoods)), prior=model.prior().tolist())
+    print(comparison)
+    note(options, f"table: {results.folder.path / COMPARISON}")
     return OK
 
 
+def _require_commas(options: Namespace) -> None:
+    """Refuse names of policies after a space, which would be taken for arguments of the model."""
+    words = [word for word in options.arguments if "=" not in word]
+    apart = [word for word in words if word in POLICIES.names() or is_users_own(word)]
+    if options.policies and apart:
+        joined = ",".join([*options.policies, *apart])
+        raise CommandError(f"--policies: expected names joined by commas, without spaces: {joined}")
+
+
+def _measure(
+    options: Namespace,
+    results: Results,
+    model: CPOMDP,
+    contestants: Mapping[str, Contestant],
+    prior: Sequence[float] | None,
+) -> Comparison:
+    """Evaluate all who were not evaluated before, and note each as soon as it is done."""
+    folder = results.folder
+    measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
+    for name, contestant in contestants.items():
+        if name in measured:
+            if measured[name].get("solution_sha256") == contestant.sha256:
+                note(options, f"{name}: measured before")
+                continue
+            what = "its code" if isinstance(contestant.policy, Recipe) else "the solution"
+            note(options, f"{name}: {what} has changed, and is measured again")
+        measured[name] = _evaluated(options, name, contestant, model, prior, results.seed)
+        folder.write_json(MEASURED, measured)
+        note(options, f"{name}: return {Evaluation.from_dict(measured[name]['evaluation']).returns}")
+    evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
+    seconds = {name: each["training_seconds"] for name, each in measured.items()}
+    return Comparison(evaluations, {name: each for name, each in seconds.items() if each is not None})
+
+
+def _evaluated(
+    options: Namespace,
+    name: str,
+    contestant: Contestant,
+    model: CPOMDP,
+    prior: Sequence[float] | None,
+    seed: int,
+) -> dict[str, Any]:
+    """Make a policy and evaluate it: its entry in the file of what was measured."""
+    progress = progress_of(options, f"{name}: ")
+    policy, seconds = contestant.policy, None
+    if isinstance(policy, Recipe):
+        note(options, f"{name}: {'learning' if contestant.learns else 'playing'} …")
+        began = time.perf_counter()
+        policy = policy.made(name, model, Budget.of(options, seed, progress))
+        seconds = time.perf_counter() - began if contestant.learns else None
+    evaluation = evaluate(
+        model,
+        policy,
+        options.planned_episodes if contestant.plans else options.num_episodes,
+        likelihood=options.likelihood,
+        prior=prior,
+        progress=progress,
+        seed=seed,
+    )
+    return {
+        "evaluation": evaluation.as_dict(),
+        "training_seconds": seconds,
+        "solution_sha256": contestant.sha256,
+    }
+
+
 def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """What solutions were learned for, so that all who are compared meet the same; None for the model's.
+    """The prior that solutions were learned for, so that all meet the same contexts; None for the model's.
 
     Raises:
         CommandError: If they were learned for different priors.
@@ -135,8 +189,8 @@ def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:
     return one
 
 
-def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]) -> dict[str, list[Any]]:
-    """The table as columns: a row for each policy."""
+def columns(comparison: Comparison) -> dict[str, list[Any]]:
+    """The table as columns, with a row for each policy."""
     rows = [
         {
             "policy": name,
@@ -153,10 +207,10 @@ def columns(evaluations: Mapping[str, Evaluation], training: Mapping[str, float]
             "regret_at_most": None if e.regret_at_most is None else e.regret_at_most.mean,
             "informed_return": e.informed_return,
             "seconds_per_decision": e.seconds_per_decision,
-            "training_seconds": training.get(name),
+            "training_seconds": comparison.training_seconds.get(name),
             "likelihood": e.likelihood,
         }
-        for name, e in evaluations.items()
+        for name, e in comparison.evaluations.items()
     ]
     return {title: [row[title] for row in rows] for title in rows[0]}
 
@@ -167,7 +221,8 @@ def _options(parser: ArgumentParser) -> None:
         "--policies",
         type=names,
         metavar="NAME,…",
-        help=f"out of {', '.join(POLICIES.names())}; or your own, path/to/file.py:name or module:name",
+        help=f"names joined by commas, out of {', '.join(POLICIES.names())}; or policies of yours, "
+        "path/to/file.py:name or module:name",
     )
     parser.add_argument(
         "--solution", action="append", metavar="RUN", help="the run folder of a fit; may be given repeatedly"
@@ -180,7 +235,7 @@ def _options(parser: ArgumentParser) -> None:
         "--planned-episodes",
         type=count,
         default=100,
-        help="of planners, in place of --num-episodes (default: %(default)s)",
+        help="episodes that planners play, in place of --num-episodes (default: %(default)s)",
     )
     budget_options(parser)
     likelihood_option(parser, "the most exact that serves the model")

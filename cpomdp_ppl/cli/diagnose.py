@@ -1,4 +1,4 @@
-"""`cpomdp diagnose`: whether inference can be believed."""
+"""`cpomdp diagnose`: whether inference can be trusted."""
 
 from __future__ import annotations
 
@@ -40,20 +40,23 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
+    from arviz import InferenceData
     from matplotlib.figure import Figure
+    from xarray import DataTree
 
     from cpomdp_ppl.diagnostics import Calibration
+    from cpomdp_ppl.experiments.run_folder import RunFolder
 
 DATA = "episodes.nc"
-DRAWN = ("contexts", "states", "filter", "calibration")
-OUTPUTS = (DATA, RHAT, CALIBRATION, *figure_files(DRAWN))
+FIGURES = ("contexts", "states", "filter", "calibration")
+OUTPUTS = (DATA, RHAT, CALIBRATION, *figure_files(FIGURES))
 
 PLAYED, INFERRED, CALIBRATED = range(3)
-"""What random numbers are for."""
+"""Purposes of random numbers, which are drawn from a seed each."""
 
 
 def diagnose(options: Namespace) -> int:
-    """Play episodes, infer what is hidden in them several times over, and ask if it can be believed."""
+    """Play episodes, infer what is hidden in them several times, and find out whether that can be trusted."""
     target = CommandTarget.of(options)
     backend = backend_for(target.model, options.likelihood)
     settings = {
@@ -84,12 +87,6 @@ def diagnose(options: Namespace) -> int:
             seed=seed_for(results.seed, INFERRED),
             progress=progress,
         )
-        table = as_columns(data)
-        figures: dict[str, Callable[[], Figure]] = {
-            "contexts": partial(plot_contexts, data),
-            "states": partial(plot_states, data),
-            "filter": partial(plot_filter, data),
-        }
         calibration = None
         if options.calibrate is not None:
             calibration = calibrate(
@@ -101,29 +98,44 @@ def diagnose(options: Namespace) -> int:
                 seed=seed_for(results.seed, CALIBRATED),
                 progress=progress,
             )
-            figures["calibration"] = calibration.plot
-        folder = results.replace()
-        folder.write_data(DATA, data)
-        folder.write_table(RHAT, table)
-        if calibration is not None:
-            folder.write_json(CALIBRATION, as_content(calibration))
-        write_figures(options, folder, figures)
+        table = summary_columns(data)
+        _write(options, results.replace(), data, table, calibration)
         results.finish(**target.in_force, calibrate="not asked for")
     print(r_hat_sentence(table))
     if calibration is not None:
         print(f"\n{calibration}")
-    note(options, f"data, summary and figures: {folder.path}/")
+    note(options, f"data, summary and figures: {results.folder.path}/")
     return OK if calibration is None or calibration.calibrated else FAILED
 
 
-def as_columns(data: Any) -> dict[str, list[Any]]:
-    """ArviZ's summary of contexts and states as columns, first the quantity's name."""
+def _write(
+    options: Namespace,
+    folder: RunFolder,
+    data: InferenceData | DataTree,
+    table: dict[str, list[Any]],
+    calibration: Calibration | None,
+) -> None:
+    folder.write_data(DATA, data)
+    folder.write_table(RHAT, table)
+    figures: dict[str, Callable[[], Figure]] = {
+        "contexts": partial(plot_contexts, data),
+        "states": partial(plot_states, data),
+        "filter": partial(plot_filter, data),
+    }
+    if calibration is not None:
+        folder.write_json(CALIBRATION, calibration_content(calibration))
+        figures["calibration"] = calibration.plot
+    write_figures(options, folder, figures)
+
+
+def summary_columns(data: InferenceData | DataTree) -> dict[str, list[Any]]:
+    """ArviZ's summary of contexts and states as columns; the first has the names of the quantities."""
     table = summary(data, ["is_context", "state"], round_to=5)
     return {"quantity": [str(name) for name in table.index], **table.to_dict("list")}
 
 
 def r_hat_sentence(table: dict[str, list[Any]]) -> str:
-    """The worst R-hat, whose it is, and how many are too large."""
+    """A sentence on the worst R-hat, which quantity has it, and how many are too large."""
     known = {
         name: float(value)
         for name, value in zip(table["quantity"], table["r_hat"], strict=True)
@@ -139,7 +151,7 @@ def r_hat_sentence(table: dict[str, list[Any]]) -> str:
     )
 
 
-def as_content(calibration: Calibration) -> dict[str, Any]:
+def calibration_content(calibration: Calibration) -> dict[str, Any]:
     """A calibration in numbers and words."""
     return {
         "likelihood": calibration.likelihood,
@@ -155,12 +167,16 @@ def as_content(calibration: Calibration) -> dict[str, Any]:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", several="the run folder of a fit, or a model")
+    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
     policy_option(parser)
     episodes_option(parser, 30)
     likelihood_option(parser)
-    parser.add_argument("--chains", type=count, default=4, help="runs of the filter (default: %(default)s)")
-    parser.add_argument("--draws", type=count, default=250, help="from each run (default: %(default)s)")
+    parser.add_argument(
+        "--chains", type=count, default=4, help="how often the filter is run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draws", type=count, default=250, help="draws from each run of the filter (default: %(default)s)"
+    )
     parser.add_argument(
         "--calibrate",
         type=count,
@@ -173,7 +189,7 @@ def _options(parser: ArgumentParser) -> None:
 
 
 DIAGNOSE = Command(
-    "Find out whether inference can be believed: R-hat, figures, calibration (exit code 1 if that fails).",
+    "Find out whether inference can be trusted: R-hat, figures, calibration (exit code 1 if that fails).",
     (
         "cpomdp diagnose runs/LightDark-fit-1 --calibrate 2000",
         "cpomdp diagnose cpomdp_ppl.models:LightDark --policy random --likelihood smc,num_particles=64",

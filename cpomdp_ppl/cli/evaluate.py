@@ -52,7 +52,7 @@ def evaluate(options: Namespace) -> int:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", several="the run folder of a fit, or a model")
+    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
     policy_option(parser)
     episodes_option(parser, 4000)
     likelihood_option(parser, "the most exact that serves the model")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model.
+    """Names a model, and the arguments of its constructor.
 
     Attributes:
         spec: `module:Class`, or `file.py:Class`.
@@ -43,7 +43,7 @@ class ModelSpec:
         """From the words of a command line: the model, and `key=value` as often as needed.
 
         Raises:
-            CommandError: If they are not that.
+            CommandError: If they have another form.
         """
         spec, *rest = words
         place, colon, name = spec.rpartition(":")
@@ -53,37 +53,37 @@ class ModelSpec:
 
     @property
     def place(self) -> str:
-        """Its file or module."""
+        """The file or module of the model."""
         return self.spec.rpartition(":")[0]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the constructor, by name."""
+        """Arguments of the constructor, by name."""
         return {name: as_value(text) for name, text in self.words.items()}
 
     def source(self) -> dict[str, str] | None:
-        """The `path` of its code, and the `sha256`; None if it has no file."""
+        """The `path` of the model's code, and its `sha256`; None if it has no file."""
         try:
             path = Path(self.place if is_path(self.place) else inspect.getfile(self._class())).resolve()
             return {"path": str(path), "sha256": file_hash(path)}
-        except (OSError, TypeError):  # of a class that was typed in, perhaps
+        except (OSError, TypeError):  # perhaps a class that was typed in
             return None
 
     def build(self, *, check: bool = True) -> CPOMDP:
         """Make the model.
 
         Args:
-            check: Whether to look for faults in its programs, too.
+            check: Whether to look for faults in its programs as well.
 
         Raises:
-            CommandError: If it cannot be found, is no CPOMDP, or does not take the arguments.
+            CommandError: If it cannot be found, is not a CPOMDP, or does not take the arguments.
             ModelError: If its programs have faults.
         """
         kind = self._class()
         self._require_arguments(kind)
         try:
             model = kind(**self.arguments)
-        except (Exception, SystemExit) as error:  # it is the user's program, which may raise anything
+        except (Exception, SystemExit) as error:  # the user's program may raise anything
             raise CommandError(
                 f"{self.spec} cannot be made: {type(error).__name__}: {error} (--traceback says where)"
             ) from error
@@ -109,17 +109,17 @@ class ModelSpec:
 
     def _require_arguments(self, kind: type[CPOMDP]) -> None:
         parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return
-        own = named if kind.__init__ is not CPOMDP.__init__ else []  # without a constructor of its own
-        for name in self.arguments:
-            if name not in own:
-                known = f"it takes {', '.join(own)}" if own else "it takes none"
+        if kind.__init__ is CPOMDP.__init__:
+            parameters = []
+        taken = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        for name in self.words:
+            if name not in taken:
+                known = f"it takes {', '.join(taken)}" if taken else "it takes none"
                 raise CommandError(f"{kind.__name__} takes no argument '{name}'; {known}")
-        missing = [p.name for p in parameters if p.name in own and p.default is p.empty]
-        for name in missing:
-            if name not in self.arguments:
+        for name, parameter in taken.items():
+            if parameter.default is parameter.empty and name not in self.words:
                 raise CommandError(
                     f"{kind.__name__} needs the argument '{name}': add {name}=… after the model"
                 )
@@ -137,7 +137,7 @@ def as_arguments(words: Sequence[str]) -> dict[str, Any]:
         {'horizon': 10, 'walls': (1, 2), 'name': 'north', 'open': True}
 
     Raises:
-        CommandError: If a word is not that.
+        CommandError: If a word has another form.
     """
     return {name: as_value(text) for name, text in as_words(words).items()}
 
@@ -146,7 +146,7 @@ def as_words(words: Sequence[str]) -> dict[str, str]:
     """`key=value` words by key, values as they were written.
 
     Raises:
-        CommandError: If a word is not that.
+        CommandError: If a word has another form.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -160,7 +160,7 @@ def as_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def as_value(text: str) -> Any:
-    """A Python literal, or the text itself. Nothing is ever run."""
+    """The value of a Python literal, or else the text itself. No code is run."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -168,7 +168,7 @@ def as_value(text: str) -> Any:
 
 
 def is_path(place: str) -> bool:
-    """Whether this names a file, rather than a module."""
+    """Whether this names a file rather than a module."""
     return place.endswith(".py") or "/" in place or "\\" in place
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their values must look like."""
+"""Options that several commands share, and what their values must look like."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 MODEL_HELP = "module:Class or path/to/file.py:Class"
 
 
-def model_arguments(parser: ArgumentParser, what: str = "model", *, several: str = MODEL_HELP) -> None:
-    """A model (or something else that may be one), and arguments of its constructor."""
-    parser.add_argument(what, metavar=what.upper(), help=several)
+def model_arguments(parser: ArgumentParser, what: str = "model", *, explanation: str = MODEL_HELP) -> None:
+    """Add the model (or something else that may be one), and arguments of its constructor."""
+    parser.add_argument(what, metavar=what.upper(), help=explanation)
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="arguments of the model's constructor"
     )
 
 
 def policy_option(parser: ArgumentParser) -> None:
-    """Whose episodes, if not those of a solution, and what learners and planners may spend."""
+    """Add options on who acts if it is not a solution, and on what learners and planners may spend."""
     parser.add_argument(
         "--policy",
         metavar="NAME",
@@ -38,13 +38,13 @@ def policy_option(parser: ArgumentParser) -> None:
     )
     budget_options(parser)
     parser.add_argument(
-        "--unfinished", action="store_true", help="take the solution of a fit that was stopped"
+        "--unfinished", action="store_true", help="take the best so far of a fit that was stopped or killed"
     )
     other_model_options(parser)
 
 
 def other_model_options(parser: ArgumentParser) -> None:
-    """Which code to run, if not what the record of a run names."""
+    """Add options on which code to run, if not what the record of a run names."""
     parser.add_argument(
         "--model", dest="other", metavar="MODEL", help="the model of RUN, if its file has moved or changed"
     )
@@ -54,29 +54,37 @@ def other_model_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="key=value",
-        help="of its constructor, if not as RUN has them; may be given repeatedly, with --model",
+        help="an argument of its constructor, if not as in RUN; may be repeated, goes with --model",
     )
 
 
 def budget_options(parser: ArgumentParser) -> None:
-    """What learners and planners may spend."""
+    """Add options on what learners and planners may spend."""
     parser.add_argument(
-        "--simulations", type=count, default=100, help="of planners, for a decision (default: %(default)s)"
+        "--simulations",
+        type=count,
+        default=100,
+        help="simulations that a planner runs for each decision (default: %(default)s)",
     )
     parser.add_argument(
-        "--training-episodes", type=count, default=10_000, help="of learners (default: %(default)s)"
+        "--training-episodes",
+        type=count,
+        default=10_000,
+        help="episodes that a learner plays (default: %(default)s)",
     )
 
 
 def seed_option(parser: ArgumentParser, default: int | None) -> None:
-    """The seed of everything random."""
+    """Add the seed of all random numbers."""
     shown = "fresh, and noted in run.json" if default is None else str(default)
-    parser.add_argument("--seed", type=seed, default=default, help=f"of everything random (default: {shown})")
+    parser.add_argument(
+        "--seed", type=seed, default=default, help=f"seed of all random numbers (default: {shown})"
+    )
 
 
 def run_option(parser: ArgumentParser, default: str = "runs/<model>-<command>-<n>") -> None:
-    """Where results go."""
-    parser.add_argument("--run", metavar="DIR", help=f"where results go (default: {default})")
+    """Add the folder for results."""
+    parser.add_argument("--run", metavar="DIR", help=f"folder for results (default: {default})")
 
 
 BESIDE = "beside the solution of RUN, or for a model runs/<model>-<command>-<n>"
@@ -84,19 +92,19 @@ BESIDE = "beside the solution of RUN, or for a model runs/<model>-<command>-<n>"
 
 
 def prior_option(parser: ArgumentParser) -> None:
-    """A prior over contexts: one rule for all commands."""
+    """Add a prior over contexts, by one rule for all commands."""
     parser.add_argument(
         "--prior",
         type=probabilities,
         metavar="P,P,…",
-        help="over contexts, such as 0.5,0.5 (default: what the solution was learned for, or the model's)",
+        help="prior over contexts, such as 0.5,0.5 (default: that of the solution, or else of the model)",
     )
 
 
 def likelihood_option(
     parser: ArgumentParser, default: str = "exact for a finite model of moderate size, otherwise smc"
 ) -> None:
-    """A backend, with settings."""
+    """Add the inference backend, with its settings."""
     parser.add_argument(
         "--likelihood",
         type=backend,
@@ -106,35 +114,37 @@ def likelihood_option(
 
 
 def episodes_option(parser: ArgumentParser, default: int) -> None:
-    """How many episodes."""
-    parser.add_argument("--num-episodes", type=count, default=default, help="(default: %(default)s)")
+    """Add the number of episodes."""
+    parser.add_argument(
+        "--num-episodes", type=count, default=default, help="number of episodes (default: %(default)s)"
+    )
 
 
 def shows_progress(options: Namespace) -> bool:
-    """Whether to draw progress bars: on a terminal, unless told to be quiet."""
+    """Whether to draw progress bars: on a terminal, unless --quiet is given."""
     return sys.stderr.isatty() and not options.quiet
 
 
 def progress_of(options: Namespace, about: str = "") -> Progress:
-    """By bars on a terminal, and elsewhere by lines that begin with what they are about; or not at all."""
+    """Bars on a terminal; elsewhere lines, which begin with what they are about; or False with --quiet."""
     if options.quiet or sys.stderr.isatty():
         return shows_progress(options)
     return lambda line: note(options, f"{about}{line}")
 
 
 def note(options: Namespace, text: str) -> None:
-    """Say something by the way, on stderr, unless told to be quiet."""
+    """Print a note on stderr, unless --quiet is given."""
     if not options.quiet:
         print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """Say something on stderr that nobody should miss."""
+    """Print a warning on stderr."""
     print(f"cpomdp: warning: {text}", file=sys.stderr, flush=True)
 
 
 def many(number: int, what: str) -> str:
-    """How many there are, in words.
+    """A number with its noun, in the singular or plural.
 
     Example:
         >>> many(1, "episode"), many(2000, "episode")
@@ -165,7 +175,7 @@ non_negative = _checked("a number, not negative", float, lambda x: 0 <= x < math
 
 
 def probabilities(text: str) -> tuple[float, ...]:
-    """Numbers separated by commas, that sum to 1."""
+    """Numbers joined by commas, which sum to 1."""
     try:
         values = tuple(float(word) for word in text.split(","))
         proper = all(value >= 0 for value in values) and abs(sum(values) - 1) < 1e-5
@@ -177,10 +187,11 @@ def probabilities(text: str) -> tuple[float, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words separated by commas, each once."""
+    """Names joined by commas, each once; only paths may have spaces in them."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found or len(set(found)) < len(found):
-        raise ArgumentTypeError(f"expected names separated by commas, each once, got {text}")
+    has_spaces = any(" " in word and ":" not in word for word in found)
+    if not found or has_spaces or len(set(found)) < len(found):
+        raise ArgumentTypeError(f"expected names joined by commas, as in random,qmdp, each once, got {text}")
     return found
 
 

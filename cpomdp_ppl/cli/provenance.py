@@ -1,8 +1,8 @@
-"""The model that a run's record names: code that is run only if it is the code that was run before.
+"""The model that the record of a run names, whose code is run only if it is the code that was run before.
 
-A run folder may come from anywhere, and so may what lies around it. What its record says is data: of a record
-alone, code is run only if it is installed, or if it is at the very place where the record says that it was,
-and unchanged. Whatever a user names with `--model` is run.
+A run folder may come from anywhere, and so may what lies around it. Its record is data: because of a record
+alone, code is run only if it is installed, or if it is where the record says that it was, and unchanged.
+Whatever a user names with `--model` is run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def spec_of(folder: RunFolder, options: Namespace) -> ModelSpec:
     """The model of a run; or that of `--model`, with the run's arguments unless `--argument` has others.
 
     Args:
-        folder: Of the run.
-        options: With `other` and `other_arguments`.
+        folder: The run folder.
+        options: The options of the command, with `other` and `other_arguments`.
 
     Raises:
         RunFolderError: If the code that the record names may not be run, or is not there.
@@ -50,7 +50,7 @@ def spec_of(folder: RunFolder, options: Namespace) -> ModelSpec:
 
 
 def words_of(folder: RunFolder) -> dict[str, str]:
-    """Arguments of the constructor, as they were written.
+    """Arguments of the constructor as they were written.
 
     Raises:
         RunFolderError: If the record does not say what they were.
@@ -71,7 +71,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _trusted(folder: RunFolder, spec: ModelSpec) -> ModelSpec:
-    """The model, once its code may be run; a file by its full path, wherever the user is now."""
+    """The model if its code may be run; a file by its full path, whatever the current directory."""
     say = f"if you trust it, say which it is with --model {shlex.quote(spec.spec)}"
     recorded = _source(folder)
     path = None if recorded is None else Path(recorded["path"])
@@ -104,8 +104,10 @@ def _trusted(folder: RunFolder, spec: ModelSpec) -> ModelSpec:
 
 def _source(folder: RunFolder) -> dict[str, str] | None:
     found = folder.record.get("source")
-    whole = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("path", "sha256"))
-    return {name: found[name] for name in ("path", "sha256")} if whole and found is not None else None
+    if not isinstance(found, dict):
+        return None
+    source = {name: value for name in ("path", "sha256") if isinstance(value := found.get(name), str)}
+    return source if len(source) == 2 else None
 
 
 def _has_changed(spec: ModelSpec, folder: RunFolder) -> bool:
@@ -114,7 +116,7 @@ def _has_changed(spec: ModelSpec, folder: RunFolder) -> bool:
 
 
 def _places(module: str) -> list[Path]:
-    """Where a module's outermost package is, found without running any of it."""
+    """Where the outermost package of a module is, found without running any of it."""
     top = module.partition(".")[0]
     here = str(Path.cwd())
     sys.path.insert(0, here)  # as when it is imported
@@ -132,7 +134,7 @@ def _places(module: str) -> list[Path]:
 
 
 def _is_installed(place: Path) -> bool:
-    """Whether this is our own, or where packages are installed to: not there by chance."""
+    """Whether this is one of our packages, or in a place where packages are installed."""
     ours = Path(__file__).resolve().parents[2]
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     roots = [Path(sysconfig.get_path(kind)).resolve() for kind in kinds]

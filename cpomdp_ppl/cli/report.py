@@ -68,31 +68,31 @@ def report(options: Namespace) -> int:
 
 
 def recorded_policy(folder: RunFolder, spec: ModelSpec) -> str | None:
-    """Whom the record of a run names; one of the user's own is run only if it is where the model is.
+    """The policy that the record of a run names; one that a user has written must be in the model's file.
 
     Raises:
-        RunFolderError: If it is elsewhere: nobody has said that this may be run.
+        RunFolderError: If it is elsewhere, because nobody has said that this code may be run.
     """
     name: str | None = folder.record["settings"].get("policy")
     if name is None or not is_users_own(name):
         return name
-    place, _, own = name.rpartition(":")
+    place, _, function = name.rpartition(":")
     if place != ModelSpec.of([folder.record["model"]]).place:
         raise RunFolderError(
             f"{folder.path} is of the policy {name}, and no code is run because a record says so: if you "
             f"trust it, say --policy {shlex.quote(name)}"
         )
-    return f"{spec.place}:{own}"
+    return f"{spec.place}:{function}"
 
 
 def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | None:
-    """The backend that a run had, if its record tells all of it; a guide of the user's it does not tell."""
+    """The backend of a run, if its record describes it completely, as it cannot if a user wrote its guide."""
     found = folder.record["settings"].get("likelihood") or in_force.get("likelihood")
     with suppress(SyntaxError, TypeError, ValueError, AttributeError, KeyError):
         found = found or folder.record.get("in_force", {}).get("likelihood")
         if isinstance(found, str) and found in BACKENDS:
             return as_backend(found)
-        if isinstance(found, Mapping):  # as a solution describes it
+        if isinstance(found, Mapping):  # as the settings of a solution have it
             kind, settings = found.get(""), {name: value for name, value in found.items() if name}
         else:  # as Python writes it: ParticleFilter(num_particles=256, …)
             call: Any = ast.parse(found, mode="eval").body
@@ -103,7 +103,7 @@ def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | N
 
 
 def budget_of(folder: RunFolder, options: Namespace) -> Budget:
-    """What the policy to be shown may spend: as in the run, if it acted there, where nothing else is said."""
+    """What the policy may spend: what the options say, or else what it spent in the run if it acted there."""
     usual = Budget(seed=options.seed, progress=progress_of(options))
     settings: dict[str, Any] = folder.record["settings"]
     if options.policy in (None, settings.get("policy")):
@@ -117,12 +117,18 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="RUN", help="a run folder")
     parser.add_argument("--policy", metavar="NAME", help="whose episodes to show, if not the solution's")
     parser.add_argument(
-        "--simulations", type=count, help="of planners, for a decision (default: as in the run, or 100)"
+        "--simulations",
+        type=count,
+        help="simulations that a planner runs for each decision (default: as in the run, or 100)",
     )
     parser.add_argument(
-        "--training-episodes", type=count, help="of learners (default: as in the run, or 10000)"
+        "--training-episodes",
+        type=count,
+        help="episodes that a learner plays (default: as in the run, or 10000)",
     )
-    parser.add_argument("--unfinished", action="store_true", help="also of a run that was stopped")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="report on a run that was stopped or killed"
+    )
     other_model_options(parser)
     episodes_option(parser, 12)
     likelihood_option(parser, "that of the run, or what suits the model")

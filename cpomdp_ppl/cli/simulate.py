@@ -76,7 +76,7 @@ def _save(episodes: Any, file: Path) -> None:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", several="a model, or the run folder of a fit")
+    model_arguments(parser, "target", explanation="a model, or the run folder of a fit")
     policy_option(parser)
     episodes_option(parser, 1000)
     parser.add_argument(
