@@ -12,7 +12,7 @@ from examples import learn
 def test_it_learns_draws_and_plans(tmp_path, capsys):
     figure = tmp_path / "figures" / "learning.png"
     arguments = (
-        "--episodes 40 --draws 6 --warm-up 10 --workers 1 --iterations 2 --evaluation 40 --seed 1 --output"
+        "--episodes 30 --draws 6 --warm-up 10 --workers 1 --iterations 2 --evaluation 40 --seed 1 --output"
     )
     learn.main([*arguments.split(), str(figure)])
     printed = capsys.readouterr().out
