@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import numpy as np
 import pyro
@@ -79,7 +80,17 @@ LEARNABLE, FINITE, DARK = Learnable(), LineGrid(horizon=2), LightDark(horizon=3)
 EPISODES = simulate(LEARNABLE, RandomPolicy(2), 6, seed=0)
 FINITE_EPISODES = simulate(FINITE, RandomPolicy(FINITE.num_actions), 6, seed=0)
 QUICK = dict(likelihood="exact", iterations=2, batch_size=8, progress=False)
-SOLUTION = cids.fit(FINITE, seed=0, **QUICK)
+
+
+@cache
+def solution():
+    return cids.fit(FINITE, seed=0, **QUICK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ready():
+    """What calls share is there before any of them is watched."""
+    solution()
 
 
 def online(backend):
@@ -89,7 +100,7 @@ def online(backend):
 
 
 def acted(policy=None):
-    agent = Agent(FINITE, policy or SOLUTION.policy, likelihood=ParticleFilter(16), seed=3)
+    agent = Agent(FINITE, policy or solution().policy, likelihood=ParticleFilter(16), seed=3)
     first = agent.act()
     agent.observe({})
     return first, agent.act(), agent.posterior
@@ -135,7 +146,7 @@ def played(policy):
 
 
 def saved_and_loaded(tmp_path):
-    SOLUTION.save(tmp_path)
+    solution().save(tmp_path)
     FINITE_EPISODES.save(tmp_path / "episodes.npz")
     return cids.load(tmp_path, FINITE), type(FINITE_EPISODES).load(tmp_path / "episodes.npz")
 
@@ -151,7 +162,13 @@ def returned(seed):
 
 
 def commanded(tmp_path):
-    """The command line, which is a function, too."""
+    """The command line, which is a function, too; but for its figures, which take longest, and are below."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpomdp_ppl.cli.figures.is_installed", lambda module: module != "matplotlib")
+        return commands(tmp_path)
+
+
+def commands(tmp_path):
     run = str(tmp_path / "run")
     words = ["cpomdp_ppl.models:LineGrid", "horizon=2"]
     small = ["--likelihood=exact", "--iterations=2", "--batch-size=8"]
@@ -190,7 +207,7 @@ CALLS = {
     **{f"{n}.online": lambda b=b: online(b) for n, b in BACKENDS.items()},
     "exact.run": lambda: ObservableOperator().run(FINITE, FINITE_EPISODES),
     "exact.smooth": lambda: ObservableOperator().smooth(FINITE, FINITE_EPISODES, 3, seed=3),
-    "reference_backend": lambda: reference_backend(DARK),
+    "reference_backend": lambda: reference_backend(LightDark(horizon=1)),
     "summary": lambda: summary(inferred(), var_names=["state"]),
     "calibrate": lambda: calibrate(DARK, RandomPolicy(3), ParticleFilter(16), 40, seed=3).p_values,
     "calibrate_contexts": lambda: (
@@ -209,13 +226,13 @@ CALLS = {
     "cids.fit, variational": lambda: cids.fit(FINITE, seed=3, objective="variational", **QUICK).policy,
     "cids.fit, resumed": resumed,
     "cids.load": saved_and_loaded,
-    "cids.run": lambda: cids.run(FINITE, 0, 2, solution=SOLUTION, seed=3, progress=False).posteriors,
-    "Solution.evaluate": lambda: SOLUTION.evaluate(8, seed=3).as_dict(),
-    "Solution.agent": lambda: SOLUTION.agent(seed=3).act(),
-    "Solution.to_inference_data": lambda: SOLUTION.to_inference_data(
+    "cids.run": lambda: cids.run(FINITE, 0, 2, solution=solution(), seed=3, progress=False).posteriors,
+    "Solution.evaluate": lambda: solution().evaluate(8, seed=3).as_dict(),
+    "Solution.agent": lambda: solution().agent(seed=3).act(),
+    "Solution.to_inference_data": lambda: solution().to_inference_data(
         4, likelihood="exact", chains=2, draws=5, seed=3
     ),
-    "Solution.plot": lambda: SOLUTION.plot(2, likelihood="exact", seed=3) and None,
+    "Solution.plot": lambda: solution().plot(2, likelihood="exact", seed=3) and None,
     "log_likelihood": lambda: log_likelihood(LEARNABLE, EPISODES, "ekf"),
     "maximum_likelihood": lambda: (
         maximum_likelihood(LEARNABLE, EPISODES, "ekf", iterations=3, starts=2, seed=3, progress=False).values
