@@ -274,7 +274,7 @@ COUNTS = ["Poisson", "Binomial", "Bernoulli", "Categorical"]
 
 
 @st.composite
-def plans(draw, kinds=tuple(KINDS), longest=500):
+def plans(draw, kinds=tuple(KINDS), longest=200):
     """A random plan; large ones are rare."""
     kind = draw(st.sampled_from(kinds))
     rarely = draw(st.integers(0, 39))

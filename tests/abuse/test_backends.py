@@ -153,14 +153,14 @@ def particle_filters(draw):
     )
 
 
-@examples(24)
+@examples(12)
 @given(plan=plans(), smc=particle_filters(), ragged=st.booleans())
 def test_backends_give_numbers_or_say_why_not(plan, smc, ragged):
     require_numbers_or_reasons(plan, {**BACKENDS, "any smc": smc}, ragged)
 
 
 @pytest.mark.parametrize("kind", ["Tables", "Linear", "Scalar", "Hybrid"])
-@pytest.mark.parametrize(("contexts", "horizon"), [(64, 2), (2, 500)])
+@pytest.mark.parametrize(("contexts", "horizon"), [(64, 2), (2, 200)])
 def test_many_contexts_and_long_episodes(kind, contexts, horizon):
     plan = Plan(
         kind, contexts, 2, horizon, "by action", False, 1.0, torch.float32, 2, 5, "Laplace", "Binomial"
