@@ -262,6 +262,8 @@ def length() -> Iterator[str]:
 
 
 SAME_NAME_SAME_MEANING = {
+    "Fitting": "a fit at work, of every algorithm that learns a policy",
+    "Learner": "what takes the gradient steps, of every algorithm that learns a policy",
     "compare": "the command of the function",
     "evaluate": "the command of the function; and exact values of a policy on an enumerated model",
     "fit": "what learns a policy, of every algorithm that does; and the command",
