@@ -46,12 +46,8 @@ TO_DO: dict[str, set[str]] = {
     },
     "names": {
         "Alone",
-        "Batch",
         "Estimator",
-        "Fitting",
-        "Learner",
         "Objective",
-        "RecurrentPolicy",
         "Scored",
         "Step",
     },
