@@ -35,19 +35,12 @@ RESOLVING: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class ResolvingWorld:
-    """A world in which every run fits its policy further to what it has come to believe, and then plays.
-
-    Attributes:
-        world: Where the runs play.
-        model: The CPOMDP.
-        policies: A policy for each run, fitted further in place.
-        settings: Settings of `fit`.
-    """
+    """A world in which every run fits its policy further to what it has come to believe, and then plays."""
 
     world: World
     model: CPOMDP
-    policies: list[Any]
-    settings: Mapping[str, Any]
+    policies: list[Any]  # one for each run, fitted further in place
+    settings: Mapping[str, Any]  # of `fit`
 
     @staticmethod
     def around(
