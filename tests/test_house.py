@@ -20,16 +20,10 @@ LINES_OF_A_FUNCTION = 60
 
 TO_DO: dict[str, set[str]] = {
     "disk": {
-        "solvers.cids.group: torch.load",
-        "solvers.cids.group: torch.save",
         "solvers.sweep: self.fits.rmdir",
         "solvers.sweep: shutil.rmtree",
     },
-    "algorithm": {
-        "solvers.cids.learner: file",
-        "solvers.cids.learner: rank",
-        "solvers.cids.learner: shard",
-    },
+    "algorithm": set(),
     "inference": {
         "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",
         "baselines.qmdp: cpomdp_ppl.inference.particle_filter:CELLS_AT_ONCE",
@@ -42,10 +36,8 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
-        "solvers.cids.training.fit",
     },
     "names": {
-        "Alone",
         "Estimator",
         "Objective",
         "Scored",
@@ -127,6 +119,7 @@ MAY_TOUCH_THE_DISK = (
     "cpomdp_ppl.episodes_file",  # Episodes.save and Episodes.load
     "solvers.cids.training",
     "solvers.cids.solution",
+    "solvers.cids.group",  # in memory: what processes send each other
     "solvers.commands",  # commands of the command line
 )
 

@@ -14,7 +14,7 @@ from cpomdp_ppl.errors import require
 from cpomdp_ppl.rng import seed_for
 from solvers.cids import training
 from solvers.cids.estimator import ActorCritic
-from solvers.cids.group import alone
+from solvers.cids.group import single_process
 from solvers.cids.schedules import Geometric
 from solvers.episodes.worlds import EpisodeOutcome
 
@@ -68,10 +68,8 @@ class ResolvingWorld:
         outcomes = []
         for row in rows.tolist():
             settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
-            with alone():
+            with single_process():
                 solution = training.fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
-            if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
-                raise KeyboardInterrupt
             outcomes.append(self.world.play(solution.policy, backend, rows.new_tensor([row]), prior, seed))
         return EpisodeOutcome.joined(outcomes)
 
