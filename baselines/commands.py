@@ -8,6 +8,7 @@ from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
+    from baselines.learned import Learned
     from baselines.simple import Always
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
@@ -75,14 +76,20 @@ def _pomcp(model: CPOMDP, budget: Budget) -> Policy:
 def _rdpg(model: CPOMDP, budget: Budget) -> Policy:
     from baselines import rdpg
 
-    learned = rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
-    return learned.policy
+    return _finished(rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress))
 
 
 def _recurrent_ppo(model: CPOMDP, budget: Budget) -> Policy:
     from baselines import recurrent_ppo
 
-    learned = recurrent_ppo.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
+    return _finished(
+        recurrent_ppo.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
+    )
+
+
+def _finished(learned: Learned) -> Policy:
+    if not learned.finished:  # interrupted: what was learned so far is not what was asked for
+        raise KeyboardInterrupt
     return learned.policy
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from cpomdp_ppl import evaluate
 from cpomdp_ppl.errors import as_integer, require, require_count, require_model
 from cpomdp_ppl.experiments import sweep as sweeps
+from cpomdp_ppl.experiments.axes import Product
 from cpomdp_ppl.experiments.execute import RETRIES
 from cpomdp_ppl.experiments.fingerprint import fingerprint
-from cpomdp_ppl.experiments.sweep_axes import Grid
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.model import CPOMDP
 from solvers import cids
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from cpomdp_ppl.experiments.sweep_axes import Axis
+    from cpomdp_ppl.experiments.axes import Axis
 
 FITS = "fits"
 """Where checkpoints are, in the folder of a sweep."""
@@ -133,6 +133,8 @@ class FitAndEvaluate:
         # Chosen here, for the digest to tell: outcomes of code that would choose another are refused.
         settings["likelihood"] = backend_for(model, settings.get("likelihood"))
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
+        if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
+            raise KeyboardInterrupt
         # On a fixed prior the policy is played with what it was learned for, as `Solution.evaluate` does.
         found = evaluate(
             model, solution.policy, self.num_episodes, prior=solution.prior, seed=self.evaluation_seed
@@ -159,9 +161,9 @@ class FitAndEvaluate:
         """
         if self.fits is None or not self.fits.is_dir():
             return
-        grid = Grid.of(axes)
-        for k, point in enumerate(grid.each(lambda value: value)):
-            if grid.labels(k) not in but:
+        product = Product.of(axes)
+        for labels, point in zip(product.points, product.each(lambda value: value), strict=True):
+            if tuple(labels.values()) not in but:
                 shutil.rmtree(self.fits / self.place(**point), ignore_errors=True)
         with suppress(OSError):  # those of others are in it
             self.fits.rmdir()

@@ -20,10 +20,16 @@ LINES_OF_A_FUNCTION = 60
 
 TO_DO: dict[str, set[str]] = {
     "disk": {
+        "solvers.cids.group: torch.load",
+        "solvers.cids.group: torch.save",
         "solvers.sweep: self.fits.rmdir",
         "solvers.sweep: shutil.rmtree",
     },
-    "algorithm": set(),
+    "algorithm": {
+        "solvers.cids.learner: file",
+        "solvers.cids.learner: rank",
+        "solvers.cids.learner: shard",
+    },
     "inference": {
         "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",
         "baselines.qmdp: cpomdp_ppl.inference.particle_filter:CELLS_AT_ONCE",
@@ -33,13 +39,17 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.generative -> cpomdp_ppl.inference",
     },
     "length": {
-        "cpomdp_ppl.experiments.sweep.sweep",
         "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
+        "solvers.cids.training.fit",
     },
     "names": {
+        "Batch",
         "Estimator",
+        "Fitting",
+        "Learner",
         "Objective",
+        "RecurrentPolicy",
         "Scored",
         "Step",
     },
@@ -119,7 +129,6 @@ MAY_TOUCH_THE_DISK = (
     "cpomdp_ppl.episodes_file",  # Episodes.save and Episodes.load
     "solvers.cids.training",
     "solvers.cids.solution",
-    "solvers.cids.group",  # in memory: what processes send each other
     "solvers.commands",  # commands of the command line
 )
 
@@ -191,7 +200,7 @@ def inference() -> Iterator[str]:
 
 LAYERS = (
     ("language", "errors arrays state rng progress handlers signature dataflow model check"),
-    ("experiments", "experiments"),
+    ("experiments", "experiments sweep"),
     ("playing", "prior recorded_arrays episodes episodes_file policy rollout generative encoding"),
     ("inference", "inference"),
     ("judging", "context evaluation bounds agent gym"),
@@ -251,8 +260,6 @@ def length() -> Iterator[str]:
 
 
 SAME_NAME_SAME_MEANING = {
-    "Fitting": "a fit at work, of every algorithm that learns a policy",
-    "Learner": "what takes the gradient steps, of every algorithm that learns a policy",
     "compare": "the command of the function",
     "evaluate": "the command of the function; and exact values of a policy on an enumerated model",
     "fit": "what learns a policy, of every algorithm that does; and the command",

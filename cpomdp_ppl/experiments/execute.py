@@ -1,22 +1,21 @@
-"""The same thing done to many, side by side on joblib: one thread each, and whoever is killed is replaced."""
+"""A function of many items, in several processes: joblib's own, or those of a Dask cluster.
+
+Each item is computed with one thread, so that its bits do not depend on how many processes there are, and an
+item whose process was killed is tried again.
+"""
 
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import signal
 import threading
 import time
-import traceback
 import warnings
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
 import pyro
 import torch
 
@@ -30,22 +29,24 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 Results: TypeAlias = "Generator[tuple[int, Outcome], None, None]"
-"""Outcomes with the indices of their items; to be closed by who leaves early."""
+"""Outcomes with the indices of their items; to be closed by callers who leave early."""
 
 RETRIES = 2
-EVERY = 1.0  # seconds between looks at whether the calling process is still there
+SECONDS_BETWEEN_CHECKS = 1.0  # of whether the calling process is still there
 
 
 class WorkerKilledError(RuntimeError):
-    """Processes were killed (for want of memory, perhaps) as often as they took up some of the items.
+    """Every process that took up certain items was killed, for lack of memory, perhaps.
 
     Attributes:
-        missing: Which items, by index; all others are done.
+        missing: Indices of these items; all others are done.
     """
 
     def __init__(self, missing: Sequence[int]) -> None:
         self.missing = tuple(missing)
-        super().__init__(f"each process that took up {_listed(self.missing)} was killed; the others are done")
+        some = ", ".join(map(str, self.missing[:5])) + ", …" * (len(self.missing) > 5)
+        items = "item" if len(self.missing) == 1 else "items"
+        super().__init__(f"each process that took up {items} {some} was killed; the others are done")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.missing,)
@@ -57,60 +58,50 @@ def in_parallel(
     *,
     workers: int | None = None,
     retries: int = RETRIES,
-    name: str | None = None,
     copies: bool = True,
 ) -> Results[Outcome]:
-    """Do the same to many things, and yield each outcome with its item's index as soon as it is there.
+    """Call a function with each item, and yield each outcome with its item's index as soon as it is there.
 
-    Each is done by a single thread, on a copy of the item and of Pyro's params, with the caller's default
-    dtype and device, so that bits do not depend on how many there are at work, and nothing that is done to
-    items, params, environment, filters of warnings or the current directory reaches the caller. Random
-    numbers are the function's own affair; on Dask, those of Python's `random` are not, as threads of Dask's
-    own draw from it, too.
+    Each call has one thread, a copy of the item and of Pyro's params, and the caller's default dtype and
+    device. Whatever it sets itself (environment, current directory, filters of warnings) stays set in its
+    process, and random numbers are its own affair.
 
-    When a process is killed, those items that it may have been at are taken up again, after all others. The
-    last time, each has a process to itself: who is killed then has nobody else to blame, and nobody is lost
-    in bad company. On Dask it is the scheduler that does this, and `allowed-failures` that says how often.
-
-    Joblib's processes serve one thread of the caller at a time; another waits until the first is through.
+    When a process is killed, the items that it may have been working on are tried again after all others; the
+    last time each by itself, so that no item is lost because of another. On Dask, the scheduler tries them
+    again, as often as its `allowed-failures` says.
 
     Args:
-        function: Of one item, which is its own to change; it is not to change itself. What it raises ends
-            all of it.
-        items: Sent to processes by (cloud)pickle, as is the function. In this process, what cannot be copied
-            is given as it is.
-        workers: How many processes. One is this process itself, without joblib. None is what joblib is
-            configured for, or as many as there are cores. Inside `joblib.parallel_config(backend="dask")`
-            it is the cluster that decides. Inside a function that is itself one of many, here or in joblib's
-            own `Parallel`, it is always this process.
-        retries: How often an item may be taken up again.
-        name: What Dask's dashboard is to call it; the function's own name if left out.
-        copies: Whether items are copied in this process, too. Without, what the function does to them is
-            there afterwards, but only if it was done here.
+        function: Function of one item. What it raises ends all of it.
+        items: Arguments of the function. Both are sent to other processes by (cloud)pickle, as are outcomes
+            and errors on their way back.
+        workers: Number of processes. One is this process itself, without joblib. None is what joblib is
+            configured for, or the number of cores. Inside `joblib.parallel_config(backend="dask")` the
+            cluster decides; inside a function that is itself called this way it is always this process.
+        retries: How often an item is tried again.
+        copies: Whether items are copied in this process, too. If not, what the function does to them is there
+            afterwards, but only if it was done here.
 
     Raises:
-        WorkerKilledError: If that was not often enough; after all the others.
+        WorkerKilledError: If some items were lost in spite of retries; after all others.
 
     Example:
         >>> dict(in_parallel(lambda number: number**2, [1, 2, 3], workers=1))
         {0: 1, 1: 4, 2: 9}
     """
     require_retries(retries)
-    backend, n = _backend(workers)
+    client, n = _processes(workers)
     items = list(items)
-    call = Alone(function)
-    if backend is None:
-        return _here(call, items, copies)
-    client = getattr(backend, "client", None)
+    call = RemoteCall(function)
     if client is not None:
-        own = str(getattr(function, "__name__", type(function).__name__))
-        return _on_dask(client, call, items, own if name is None else name)
+        return _on_dask(client, call, items)
+    if n == 1:
+        return ((k, call.here(_copied(item) if copies else item)) for k, item in enumerate(items))
     return _on_joblib(min(n, len(items)), call, items, int(retries))
 
 
 def stays_here(workers: int | None) -> bool:
     """Whether `in_parallel` would use this process alone; raises what it would raise."""
-    return _backend(workers)[0] is None
+    return _processes(workers) == (None, 1)
 
 
 def require_workers(workers: Any) -> None:
@@ -131,35 +122,6 @@ def require_retries(retries: Any) -> None:
     require(number is not None and number >= 0, "retries", retries, "a number of times, or 0")
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A value on its way to other processes, which is unpickled when it is asked for and not before.
-
-    Attributes:
-        content: Of (cloud)pickle.
-    """
-
-    content: bytes
-
-    @staticmethod
-    def of(value: Any) -> Packed:
-        """Pickle a value, as joblib would."""
-        from joblib.externals.loky.backend.reduction import dumps  # type: ignore[import-untyped]
-
-        return Packed(bytes(dumps(value)))
-
-    def unpacked(self) -> Any:
-        """The value, a new one each time."""
-        return pickle.loads(self.content)
-
-
-@contextmanager
-def filters_kept() -> Iterator[None]:
-    """Outside, the filters of warnings are what they were, whatever is imported inside and adds its own."""
-    with warnings.catch_warnings():
-        yield
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside, torch computes with a single thread; with more, sums are added up in another order."""
@@ -171,90 +133,43 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Inside(threading.local):
-    """Whether this thread is at one of many things."""
-
-    now = False
-
-
-_INSIDE = _Inside()
-_TURN = threading.Lock()
-_PROCESSES = threading.RLock()  # joblib has one set of them, which all go when one call is broken off
-_FOLLOWED: set[int] = set()
-_TOKEN = secrets.token_hex(8)
+_IN_WORKER = False  # whether this process is one of many
+_ONE_AT_A_TIME = threading.Lock()  # a Dask worker may have several threads, but there is one random state
+_JOBLIB = threading.RLock()  # joblib has one set of processes, which all go when one call is broken off
+_PROCESS = secrets.token_hex(8)  # on another machine, somebody may have the same process id
 
 
-class Alone:
-    """A function as it is called for one of many: with one thread, and with what is global in the caller's.
+class RemoteCall:
+    """A function with what is global in the caller's process: Pyro's params, torch's dtype and device.
 
     Args:
-        function: Of one item.
+        function: Function of one item.
     """
 
-    def __init__(self, function: Callable[[Item], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         store = pyro.get_param_store()
         self.function, self.caller = function, os.getpid()
         self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
         self.params: StateDict | None = store.get_state() if len(store) else None
 
     def __call__(self, k: int, item: Any) -> tuple[int, Any]:
-        """The index, and the outcome; in another process."""
-        _follow(self.caller)
-        with _TURN:  # a Dask worker may have several threads, but there is one state of the generators
-            try:
-                return k, self.here(item)
-            except Exception as error:
-                if _survives(error):
-                    raise
-                words = "".join(traceback.format_exception(error))
-        raise RuntimeError(words)  # not from in there, where it would have the error as its context
+        """The index and the outcome, in another process."""
+        global _IN_WORKER
+        if not _IN_WORKER:
+            _IN_WORKER = True
+            _follow(self.caller)
+        with _ONE_AT_A_TIME:
+            return k, self.here(item)
 
     def here(self, item: Any) -> Any:
-        """The outcome; in this process, of which nothing else is changed."""
-        params = self.params
-        if params is not None:
-            params = {"params": deepcopy(params["params"]), "constraints": dict(params["constraints"])}
-        with (
-            one_thread(),
-            pyro.get_param_store().scope(params),
-            filters_kept(),
-            np.errstate(),
-            _environment(),
-            _defaults(self.dtype, self.device),
-        ):
-            before, _INSIDE.now = _INSIDE.now, True
-            try:
+        """The outcome, in this process."""
+        before = torch.get_default_dtype(), torch.get_default_device()
+        try:
+            _set_defaults(self.dtype, self.device)
+            with one_thread(), pyro.get_param_store().scope(deepcopy(self.params)):
                 return self.function(item)
-            finally:
-                _INSIDE.now = before
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Outside, the environment and the current directory are what they were."""
-    variables, directory = dict(os.environ), None
-    with suppress(OSError):  # it may have been removed
-        directory = os.getcwd()
-    try:
-        yield
-    finally:
-        if os.environ != variables:
-            os.environ.clear()
-            os.environ.update(variables)
-        if directory is not None:
-            with suppress(OSError):
-                os.chdir(directory)
-
-
-@contextmanager
-def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Inside, torch's defaults are these; outside, what they were."""
-    before = torch.get_default_dtype(), torch.get_default_device()
-    try:
-        _set_defaults(dtype, device)
-        yield
-    finally:
-        _set_defaults(*before)
+        finally:
+            _set_defaults(*before)
 
 
 def _set_defaults(dtype: torch.dtype, device: torch.device) -> None:
@@ -264,20 +179,6 @@ def _set_defaults(dtype: torch.dtype, device: torch.device) -> None:
         torch.set_default_device(None if device.type == "cpu" else device)
 
 
-def _survives(error: Exception) -> bool:
-    """Whether an error is still the same after the way between processes."""
-    try:
-        again = Packed.of(error).unpacked()
-    except Exception:
-        return False
-    return type(again) is type(error) and str(again) == str(error)
-
-
-def _here(call: Alone, items: Sequence[Any], copies: bool) -> Results[Any]:
-    for k, item in enumerate(items):
-        yield k, call.here(_copied(item) if copies else item)
-
-
 def _copied(item: Any) -> Any:
     try:
         return deepcopy(item)
@@ -285,10 +186,10 @@ def _copied(item: Any) -> Any:
         return item
 
 
-def _backend(workers: int | None) -> tuple[Any, int]:
-    """Joblib's active backend and how many processes it will have; None if that is this process."""
+def _processes(workers: int | None) -> tuple[Any, int]:
+    """Dask's client or None, and the number of processes; 1 is this process."""
     require_workers(workers)
-    if workers == 1 or _INSIDE.now:
+    if workers == 1 or _IN_WORKER:
         return None, 1
     from joblib.parallel import (  # type: ignore[import-untyped]
         LokyBackend,
@@ -301,25 +202,21 @@ def _backend(workers: int | None) -> tuple[Any, int]:
         return None, 1
     client = getattr(backend, "client", None)
     if client is not None:
-        _require_processes(client)
-    elif not isinstance(backend, LokyBackend):  # who waits for ever for a process that was killed
+        require(not client.asynchronous, "client", client, "a Dask client that is not asynchronous")
+        inside = _PROCESS in client.run(_this_process, on_error="ignore").values()
+        require(not inside, "client", client, "one whose workers are other processes: Client(processes=True)")
+        return client, 0
+    if not isinstance(backend, LokyBackend):  # others wait for ever for a process that was killed
         raise invalid("backend", type(backend).__name__, "one that outlives its processes: loky or dask")
     wanted = configured if workers is None else workers
-    n = backend.effective_n_jobs(-1 if wanted is None else wanted)
-    return (None, 1) if n == 1 and client is None else (backend, n)
+    return None, int(backend.effective_n_jobs(-1 if wanted is None else wanted))
 
 
-def _require_processes(client: Any) -> None:
-    require(not client.asynchronous, "client", client, "a Dask client that is not asynchronous")
-    inside = _this_process() in client.run(_this_process, on_error="ignore").values()
-    require(not inside, "client", client, "one whose workers are other processes: Client(processes=True)")
+def _this_process() -> str:
+    return _PROCESS
 
 
-def _this_process() -> tuple[str, int]:
-    return _TOKEN, os.getpid()  # on another machine, somebody may have the same number
-
-
-def _on_joblib(n: int, call: Alone, items: Sequence[Any], retries: int) -> Results[Any]:
+def _on_joblib(n: int, call: RemoteCall, items: Sequence[Any], retries: int) -> Results[Any]:
     from joblib.externals.loky.process_executor import (  # type: ignore[import-untyped]
         TerminatedWorkerError,
     )
@@ -330,7 +227,7 @@ def _on_joblib(n: int, call: Alone, items: Sequence[Any], retries: int) -> Resul
     while waiting:
         left = [k for k in waiting if killed[k] < max(retries, 1)] or waiting[:1]
         try:
-            with _PROCESSES, closing(_once(n, call, [(k, items[k]) for k in left])) as outcomes:
+            with _JOBLIB, closing(_once(n, call, [(k, items[k]) for k in left])) as outcomes:
                 for k, outcome in outcomes:
                     left.remove(k)
                     waiting.remove(k)
@@ -341,17 +238,14 @@ def _on_joblib(n: int, call: Alone, items: Sequence[Any], retries: int) -> Resul
                 waiting.remove(k)
                 killed[k] += 1
                 (waiting if killed[k] <= retries else missing).append(k)
-            warnings.warn(
-                f"a process was killed; {len(waiting)} of {len(items)} are taken up in new ones",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            left_over = f"{len(waiting)} of {len(items)} are taken up in new ones"
+            warnings.warn(f"a process was killed; {left_over}", RuntimeWarning, stacklevel=2)
     if missing:
         raise WorkerKilledError(sorted(missing))
 
 
-def _once(n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Results[Any]:
-    """All of them, until somebody is killed."""
+def _once(n: int, call: RemoteCall, items: Sequence[tuple[int, Any]]) -> Results[Any]:
+    """All of them, until a process is killed."""
     from joblib import Parallel, delayed
 
     parallel = Parallel(
@@ -366,46 +260,31 @@ def _once(n: int, call: Alone, items: Sequence[tuple[int, Any]]) -> Results[Any]
             yield outcome
     finally:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it tells those who leave early that they might have known
+            warnings.simplefilter("ignore")  # joblib's, to callers who leave early
             outcomes.close()
 
 
-def _on_dask(client: Any, call: Alone, items: Sequence[Any], name: str) -> Results[Any]:
+def _on_dask(client: Any, call: RemoteCall, items: Sequence[Any]) -> Results[Any]:
     """By the client itself: joblib waits for ever for a task that Dask has given up."""
     from distributed import KilledWorker, as_completed
 
-    tasks: dict[Any, int] = {}
-    completed = as_completed()
-    rest = enumerate(items)
+    def submit(k: int) -> Any:
+        return client.submit(call, k, items[k], pure=False)
 
-    def submit(k: int) -> None:
-        task = client.submit(call, k, items[k], key=f"{name}-{secrets.token_hex(16)}", pure=False)
-        tasks[task] = k
-        completed.add(task)
-
-    def submit_some() -> None:
-        """Two for each thread that there is now: the scheduler holds what it is sent in memory."""
-        many = 2 * max(sum(client.nthreads().values()), 1)
-        for k, _ in islice(rest, max(many - len(tasks), 0)):
-            submit(k)
-
-    given_up: list[int] = []
-    alone: set[int] = set()
-    missing: list[int] = []
+    tasks = {submit(k): k for k in range(len(items))}
+    given_up, missing = [], []
     try:
-        submit_some()
-        for task in completed:
+        for task in as_completed(list(tasks)):
             k = tasks.pop(task)
-            submit_some()
             try:
-                _, outcome = task.result()
+                yield task.result()
             except KilledWorker:
-                (missing if k in alone else given_up).append(k)
-            else:
-                yield k, outcome
-            if given_up and not tasks:  # once more by itself: others may have been to blame
-                alone.add(given_up[0])
-                submit(given_up.pop(0))
+                given_up.append(k)
+        for k in given_up:  # once more, each by itself: others may have been to blame
+            try:
+                yield submit(k).result()
+            except KilledWorker:
+                missing.append(k)
     finally:
         client.cancel(list(tasks))
     if missing:
@@ -413,20 +292,15 @@ def _on_dask(client: Any, call: Alone, items: Sequence[Any], name: str) -> Resul
 
 
 def _follow(caller: int) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the parent; and end when it is gone."""
+    """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and end when it is gone."""
+    if os.getppid() != caller:  # a process of a cluster
+        return
 
     def watch() -> None:
         while os.getppid() == caller:
-            time.sleep(EVERY)
+            time.sleep(SECONDS_BETWEEN_CHECKS)
         os._exit(1)  # nobody would hear of the outcome
 
-    if os.getppid() == caller and caller not in _FOLLOWED:
-        _FOLLOWED.add(caller)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def _listed(indices: Sequence[int]) -> str:
-    few = ", ".join(map(str, indices[:5]))
-    return f"{'item' if len(indices) == 1 else 'items'} {few}{', …' * (len(indices) > 5)}"
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import zipfile
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from cpomdp_ppl.errors import invalid, require
 
@@ -70,6 +74,8 @@ def write_atomic(path: str | os.PathLike[str], save: Callable[[Path], None]) -> 
     except (OSError, RuntimeError) as error:
         if is_disk_full(error):
             raise DiskFullError(path) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename, error.filename2 = str(path), None
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -143,6 +149,28 @@ def load_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, but expected an object")
     return content
+
+
+def jsonable(value: Any) -> Any:
+    """A value as JSON has it: tuples become lists, arrays and tensors plain numbers, NaN and ∞ null.
+
+    Example:
+        >>> jsonable({"a": (1, float("nan")), "b": np.float64(0.5)})
+        {'a': [1, None], 'b': 0.5}
+    """
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return jsonable(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(name): jsonable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(each) for each in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return jsonable(asdict(value))
+    return str(value)
 
 
 def as_directory(argument: str, directory: str | os.PathLike[str]) -> Path:

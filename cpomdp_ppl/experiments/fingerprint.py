@@ -146,7 +146,7 @@ def describe_model(model: CPOMDP) -> dict[str, Any]:
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Names under which two descriptions differ, in alphabetical order; NaN equals itself, and 1 is not 1.0.
+    """Names under which two descriptions differ, in their order; NaN equals itself, and 1 is not 1.0.
 
     Example:
         >>> differences({"seed": 1, "prior": [0.5, 0.5]}, {"seed": 2, "prior": (0.5, 0.5)})
@@ -156,7 +156,7 @@ def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[s
     def text(description: Mapping[str, Any], name: str) -> str:
         return json.dumps(describe(description.get(name)), sort_keys=True)
 
-    return [name for name in sorted({*found, *expected}) if text(found, name) != text(expected, name)]
+    return [name for name in {**expected, **found} if text(found, name) != text(expected, name)]
 
 
 def require_same(

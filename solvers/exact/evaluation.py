@@ -62,11 +62,17 @@ class Assessment:
 
 @dataclass(frozen=True, eq=False)
 class Histories:
-    """All histories of one time that a policy meets."""
+    """All histories of one time that a policy meets.
 
-    numbers: Indices  # the outcomes that were met at times 0 … t, [B, t + 1]
-    weights: Reals  # P(h, s | c), [B, C, N]
-    beliefs: Reals  # P(c, s | h) as the agent has it, [B, C, N]
+    Attributes:
+        numbers: The outcomes that were met at times 0 … t, `[B, t + 1]`.
+        weights: `P(h, s | c)`, `[B, C, N]`.
+        beliefs: `P(c, s | h)` as the agent has it, `[B, C, N]`.
+    """
+
+    numbers: Indices
+    weights: Reals
+    beliefs: Reals
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -81,7 +87,11 @@ class Histories:
         return Histories(np.flatnonzero(met)[:, None], weights[met], beliefs[met])
 
     def extended(self, tables: Finite, chances: Reals, most: int) -> Histories:
-        """The histories one step later, at most so many, if actions are taken by chance, `[B, A]`."""
+        """The histories one step later, if actions are taken with probabilities `π(a | h)`, `[B, A]`.
+
+        Raises:
+            TooManyHistoriesError: If there are more than `most`.
+        """
         after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
         grown: list[tuple[Indices, Reals, Reals]] = []
         for i, part in parts(tables, len(self)):

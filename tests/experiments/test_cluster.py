@@ -7,17 +7,14 @@ import signal
 import threading
 import time
 
-import pyro
 import pytest
-import torch
 
 from cpomdp_ppl import RandomPolicy, evaluate
-from cpomdp_ppl.experiments import execute as parallel
 from cpomdp_ppl.experiments.execute import WorkerKilledError, in_parallel
 from cpomdp_ppl.experiments.sweep import sweep
 from cpomdp_ppl.models import LineGrid
 from solvers import sweep as solving
-from tests.tasks import Noting, begun, changing, deadly, failing, surroundings
+from tests.tasks import Noting, begun, deadly, surroundings
 
 joblib = pytest.importorskip("joblib")
 distributed = pytest.importorskip("distributed")
@@ -83,21 +80,6 @@ def test_evaluation_runs_there(cluster):
     assert os.getpid() not in {seen[-1] for _, seen in in_parallel(surroundings, range(3))}
 
 
-def test_an_error_is_the_callers_there_too(cluster):
-    """Itself, or if it would not survive the way, in words."""
-    with pytest.raises(TypeError, match="bad operand"):
-        list(in_parallel(failing, ["plain"]))
-    with pytest.raises(RuntimeError, match="Locked: unplugged"):
-        list(in_parallel(failing, ["with a lock"]))
-
-
-def test_params_are_the_functions_own_to_change_there_too(cluster):
-    with pyro.get_param_store().scope():
-        pyro.param("gain", torch.tensor(2.0))
-        shared = [torch.zeros(2)]
-        assert dict(in_parallel(changing, [shared] * 8)) == dict.fromkeys(range(8), (1, 1.0, 3.0, 2))
-
-
 def test_a_cluster_in_this_process_is_refused():
     """Its tasks would run in threads of the caller, whose generators and params are not theirs."""
     settings = {"processes": False, "n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
@@ -107,14 +89,6 @@ def test_a_cluster_in_this_process_is_refused():
         pytest.raises(ValueError, match="client: expected one whose workers are other processes"),
     ):
         in_parallel(abs, [-1])
-
-
-def test_an_asynchronous_client_is_refused():
-    class Asynchronous:
-        asynchronous = True
-
-    with pytest.raises(ValueError, match="client: expected a Dask client that is not asynchronous"):
-        parallel._require_processes(Asynchronous())
 
 
 def test_what_dask_gives_up_is_said(cluster):

@@ -7,11 +7,7 @@ import importlib
 import os
 import pickle
 import pkgutil
-import subprocess
 import sys
-import textwrap
-import threading
-from pathlib import Path
 
 import pyro
 import pytest
@@ -25,7 +21,7 @@ import solvers
 from cpomdp_ppl import RandomPolicy, compare, evaluate
 from cpomdp_ppl.errors import ModelError, ResolutionError
 from cpomdp_ppl.experiments import execute as parallel
-from cpomdp_ppl.experiments.execute import WorkerKilledError, in_parallel, one_thread
+from cpomdp_ppl.experiments.execute import WorkerKilledError, in_parallel
 from cpomdp_ppl.experiments.files import DiskFullError
 from cpomdp_ppl.experiments.sweep import SweepError
 from cpomdp_ppl.models import LightDark, LineGrid
@@ -40,11 +36,7 @@ from tests.tasks import (
     failing,
     nested,
     nothing_quickly,
-    slowly,
     surroundings,
-    too_large,
-    unsettled,
-    unsettling,
 )
 
 joblib = pytest.importorskip("joblib")
@@ -102,15 +94,8 @@ def test_a_deadly_item_takes_nobody_with_it(deadly):
     assert [1] in processes.begun  # the last time by itself
 
 
-def test_without_retries_the_first_loss_is_the_last(deadly):
-    deadly(_0=1)
-    with pytest.warns(RuntimeWarning), pytest.raises(WorkerKilledError) as caught:
-        list(in_parallel(abs, [-1, -2, -3], workers=2, retries=0))
-    assert caught.value.missing == (0, 1)
-
-
 def test_everywhere_the_same_surroundings():
-    """One thread, the caller's dtype and params, in whichever process; the caller's stay as they are."""
+    """One thread, the caller's dtype, device and params, in whichever process."""
     before = torch.get_num_threads()
     with pyro.get_param_store().scope():
         pyro.param("gain", torch.tensor(2.0), constraint=constraints.positive)
@@ -122,9 +107,26 @@ def test_everywhere_the_same_surroundings():
                     assert seen == [1, "torch.float64", pytest.approx(2.0)]
                     assert (process == os.getpid()) == (workers == 1)
                 assert torch.get_num_threads() == 2
+                with torch.device("meta"):
+                    assert set(dict(in_parallel(device_of, range(2), workers=workers)).values()) == {"meta"}
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_num_threads(before)
+    assert set(dict(in_parallel(device_of, range(2), workers=2)).values()) == {"cpu"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_the_function_is_the_callers(workers):
+    with pytest.raises(ModelError, match="M has 1 fault:"):
+        list(in_parallel(failing, ["of a model"] * 2, workers=workers))
+    with pytest.raises(Exception, match=r"unplugged|un-serialize"):
+        list(in_parallel(failing, ["two arguments"] * 2, workers=workers))  # which cannot be unpickled
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"workers": 1.5}, {"workers": True}, {"retries": -1}])
+def test_numbers_that_make_no_sense(settings):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}: expected"):
+        in_parallel(abs, [-1], **{"workers": 1, **settings})
 
 
 def test_inside_one_of_many_there_is_one_process():
@@ -147,13 +149,6 @@ def test_the_active_configuration_of_joblib_decides():
             processes(2)
 
 
-def test_inside_joblibs_own_parallel_there_is_one_process():
-    """Of threads, as quicker; inside one of processes, the active backend is that of threads, too."""
-    calls = (joblib.delayed(nested)(2) for _ in range(2))
-    for inner, process in joblib.Parallel(n_jobs=2, backend="threading")(calls):
-        assert {seen[-1] for _, seen in inner} == {process}
-
-
 def test_joblib_is_asked_for_when_it_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "joblib", None)
     assert dict(in_parallel(abs, [-1], workers=1)) == {0: 1}
@@ -162,18 +157,6 @@ def test_joblib_is_asked_for_when_it_is_needed(monkeypatch):
             in_parallel(abs, [-1], workers=workers)
     with pytest.raises(ValueError, match=r"cpomdp-ppl\[parallel\]"):
         evaluate(LineGrid(), RandomPolicy(3), 10, workers=2)
-
-
-@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "two"])
-def test_a_number_of_processes_is_one(workers):
-    with pytest.raises(ValueError, match="workers: expected a positive integer"):
-        in_parallel(abs, [-1], workers=workers)
-
-
-@pytest.mark.parametrize("retries", [-1, 0.5, None])
-def test_a_number_of_retries_is_one(retries):
-    with pytest.raises(ValueError, match="retries: expected"):
-        in_parallel(abs, [-1], workers=1, retries=retries)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -188,44 +171,6 @@ def test_items_and_params_are_the_functions_own_to_change(workers):
         assert pyro.param("gain").item() == 2.0
     assert len(shared) == 1
     assert shared[0].tolist() == [0.0, 0.0]
-
-
-def test_what_cannot_be_copied_is_given_as_it_is():
-    lock = threading.Lock()
-    assert [each is lock for _, each in in_parallel(lambda item: item, [lock], workers=1)] == [True]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_whatever_a_function_sets_the_next_and_the_caller_do_not_see(workers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = unsettled()
-    found = dict(in_parallel(unsettling, range(3), workers=workers))
-    assert found[0] == found[1] == found[2]
-    assert unsettled() == before
-
-
-def test_the_default_device_is_the_callers():
-    for workers in (1, 2):
-        with torch.device("meta"):
-            seen = dict(in_parallel(device_of, range(2), workers=workers))
-        assert seen == {0: "meta", 1: "meta"}
-    assert dict(in_parallel(device_of, range(2), workers=2)) == {0: "cpu", 1: "cpu"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("plain", TypeError, "bad operand"),
-        ("two arguments", Exception, "unplugged"),  # which Dask, once imported, can pickle
-        ("with a lock", RuntimeError, "Locked: unplugged"),
-        ("of a model", ModelError, "M has 1 fault:"),
-    ],
-)
-def test_an_error_of_the_function_is_the_callers(kind, error, message):
-    """Itself, or if it would not survive the way, in words; without the cost of processes each time."""
-    with pytest.raises(error, match=message) as caught:
-        parallel.Alone(failing)(0, kind)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def error_classes():
@@ -249,7 +194,7 @@ def test_errors_survive_the_way_between_processes():
         ResolutionError: ("why", 1000),
         WorkerKilledError: ([1, 2],),
         DiskFullError: ("/somewhere",),
-        SweepError: (["a"], {(1,): "why"}, xr.Dataset(coords={"a": [1]}), "kept"),
+        SweepError: ("why", {(1,): "why"}, xr.Dataset(coords={"a": [1]})),
     }
     classes = set(error_classes())
     assert set(special) < classes
@@ -260,27 +205,6 @@ def test_errors_survive_the_way_between_processes():
         assert str(again) == str(error)
         assert repr(vars(again)) == repr(vars(error))
     assert pickle.loads(pickle.dumps(DiskFullError("a"))).errno == errno.ENOSPC
-
-
-def test_the_filters_of_a_fresh_process_stay_as_they_are():
-    """What is imported on the way, here and for xarray, adds some of its own."""
-    script = """
-    import warnings
-    from cpomdp_ppl import RandomPolicy, evaluate
-    from cpomdp_ppl.models import LineGrid
-    from cpomdp_ppl.experiments.sweep import sweep
-
-    before = list(warnings.filters)
-    evaluate(LineGrid(), RandomPolicy(3), 4)
-    sweep(lambda a: {"x": a}, {"a": [1]}, workers=1, progress=False)
-    assert warnings.filters == before
-    """
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
 
 
 def test_who_leaves_early_leaves_nothing_running():
@@ -346,33 +270,3 @@ def test_evaluation_in_other_processes_sees_learned_constants():
         one, two = (numbers(evaluate(model, RandomPolicy(2), 60, workers=w, **settings)) for w in (1, 2))
     assert one == two
     assert one["returns"] != unlearned["returns"]
-
-
-def test_one_threads_failure_is_not_anothers():
-    """Joblib has one set of processes, all of which go when a call is broken off."""
-    found = {}
-
-    def run(name, function):
-        try:
-            found[name] = dict(in_parallel(function, range(4), workers=2))
-        except Exception as error:
-            found[name] = error
-
-    threads = [threading.Thread(target=run, args=each) for each in (("bad", too_large), ("good", slowly))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert isinstance(found["bad"], ValueError)
-    assert found["good"] == {k: k for k in range(4)}
-
-
-def test_threads_are_the_callers_again_after_an_error():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ZeroDivisionError), one_thread():
-            torch.get_num_threads() / (torch.get_num_threads() - 1)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -1,12 +1,9 @@
-"""Digests: others for other values and other code, the same in every process, and a refusal for the rest."""
+"""Fingerprints differ with values and code, are the same in every process, and are refused for the rest."""
 
 from __future__ import annotations
 
 import enum
-import gc
 import importlib.util
-import itertools
-import logging
 import math
 import os
 import random
@@ -16,18 +13,27 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-import xarray as xr
 from torch import nn
 
-from cpomdp_ppl.experiments.fingerprint import MODULE_MACHINERY, FingerprintError, fingerprint
-from cpomdp_ppl.models import LineGrid
+from cpomdp_ppl.experiments.files import CheckpointError
+from cpomdp_ppl.experiments.fingerprint import (
+    FingerprintError,
+    describe,
+    describe_model,
+    differences,
+    file_hash,
+    fingerprint,
+    name_of,
+    require_same,
+)
+from cpomdp_ppl.models import ContextualTiger, LineGrid
 from solvers.cids.policy import LSTMPolicy
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +45,9 @@ class Plain:
     note: str = field(default="", compare=False)
 
 
-class WithMore(Plain):
-    def __init__(self, w, note=""):
-        super().__init__(1, note)
+class Further(Plain):
+    def __init__(self, w):
+        super().__init__(1)
         self.w = w
 
 
@@ -51,22 +57,8 @@ class Slotted:
     note: str = field(default="", compare=False)
 
 
-@dataclass
-class Listed(list):
-    a: int = 1
-
-
-@dataclass(eq=False)
-class Layer(nn.Module):
-    a: int = 1
-
-    def __post_init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-
 class Keeping:
-    __slots__ = ("a", "b")
+    __slots__ = ("a",)
 
     def __init__(self, a):
         self.a = a
@@ -78,29 +70,23 @@ class Named(dict):
         self.name = name
 
 
-def labelled(kind, name, *arguments):
-    """A value of a built-in kind that has a name, too."""
-    value = type("Labelled", (kind,), {})(*arguments)
-    value.name = name
-    return value
+@dataclass(eq=False)
+class Layer(nn.Module):
+    a: int = 1
+
+    def __post_init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
 
 
-def layer(weight, trained=True):
+def layer(weight):
     value = Layer()
-    with torch.no_grad():
-        value.weight.fill_(weight)
-    value.weight.requires_grad_(trained)
+    nn.init.constant_(value.weight, weight)
     return value
 
 
-def closing_over(module):
-    return lambda a: module.sin(a)
-
-
-def listed(k):
-    value = Listed()
-    value.append(k)
-    return value
+def closing_over(value):
+    return lambda a: (value, a)
 
 
 def with_attribute(k):
@@ -111,50 +97,82 @@ def with_attribute(k):
     return function
 
 
-MADE = {
-    "frame": lambda k: pd.DataFrame({"a": [1, k], "word": ["x", "y"]}),
-    "series": lambda k: pd.Series([1.0, k]),
-    "words of pandas": lambda k: pd.Series(["a", f"b{k}"]),
-    "coordinates": lambda k: xr.Dataset({"y": ("x", [1, 2])}, {"x": [0, k]}),
-    "random": random.Random,
-    "generator": np.random.default_rng,
-    "state": np.random.RandomState,
-    "generator of torch": lambda k: torch.Generator().manual_seed(k),
-    "method of a generator": lambda k: np.random.default_rng(k).normal,
-    "counter": itertools.count,
-    "pattern": lambda k: re.compile(f"a{k}"),
-    "subclass of a dataclass": WithMore,
-    "dataclass with slots": Slotted,
-    "dataclass that is a list": listed,
-    "parameters of a dataclass": layer,
+def times(factor):
+    def decorator(function):
+        @wraps(function)
+        def inside(a):
+            return factor * function(a)
+
+        return inside
+
+    return decorator(abs)
+
+
+DIFFERENT = {
+    "integers": lambda k: k,
+    "floats": lambda k: 0.5 * k,
+    "texts": lambda k: f"a{k}",
+    "bytes": lambda k: bytes([k]),
+    "tensors": lambda k: torch.tensor([1.0, k]),
+    "arrays": lambda k: np.array([1, k]),
+    "objects in arrays": lambda k: np.array([k, "a"], dtype=object),
+    "shapes": lambda k: torch.zeros(2, 1) if k else torch.zeros(1, 2),
+    "dtypes": lambda k: torch.zeros(2, dtype=torch.float64 if k else torch.float32),
+    "gradients": lambda k: torch.zeros(2, requires_grad=bool(k)),
+    "models": lambda k: LineGrid(horizon=3 + k),
+    "networks": lambda k: LSTMPolicy(LineGrid(), hidden=4, seed=k),
+    "modules that are dataclasses": layer,
+    "frames": lambda k: pd.DataFrame({"a": [1, k], "word": ["x", "y"]}),
+    "generators": np.random.default_rng,
+    "generators of torch": lambda k: torch.Generator().manual_seed(k),
+    "generators of Python": random.Random,
+    "patterns": lambda k: re.compile(f"a{k}"),
+    "subclasses of a dataclass": Further,
+    "slots of a dataclass": Slotted,
     "slots": Keeping,
-    "attribute of a dict": lambda k: Named(k, {"a": 1}),
-    "attribute of a float": lambda k: labelled(float, k, 1.0),
-    "attribute of a set": lambda k: labelled(set, k, [1]),
-    "value of a float": lambda k: labelled(float, "", k),
-    "objects": lambda k: np.array([k, "a"], dtype=object),
-    "names of fields": lambda k: np.zeros(2, dtype=[(f"f{k}", "f4")]),
-    "masked": lambda k: np.ma.masked_array([1, 2], mask=[True, k == 0]),
-    "logger": lambda k: logging.getLogger(f"name {k}"),
-    "cached function": lambda k: lru_cache(lambda x: (x, k)),
-    "attribute of a function": with_attribute,
+    "attributes of a dict": lambda k: Named(k, {"a": 1}),
+    "closures": closing_over,
+    "modules in closures": lambda k: closing_over(np if k else math),
+    "defaults": lambda k: lambda a, b=k: a,
+    "cached functions": lambda k: lru_cache(lambda x: (x, k)),
+    "attributes of a function": with_attribute,
+    "decorators": times,
+    "partials": lambda k: partial(max, k),
+    "methods": lambda k: Plain(k).__init__,
     "nested": lambda k: {"a": ({"b": [Plain(k)]},)},
-    "weak reference": lambda k: [strong := Plain(k), weakref.ref(strong)],
-    "a very large number": lambda k: 10**6000 + k,
 }
 
 
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT.keys())
 def test_what_is_held_tells_values_apart(make):
     assert fingerprint(make(0)) == fingerprint(make(0))
     assert fingerprint(make(0)) != fingerprint(make(1))
 
 
-def test_what_is_not_compared_or_merely_kept_makes_no_difference():
+OTHERS = [
+    (1, 1.0),
+    (1, True),
+    (0.0, -0.0),
+    ("1", 1),
+    ([1, 2], [2, 1]),
+    ([1], (1,)),
+    ({"a": 1}, {"b": 1}),
+    ({1}, frozenset({1})),
+    (LineGrid(), ContextualTiger()),
+    (lambda x: x + 1, lambda x: x + 2),
+    (len, abs),
+    (torch.float64, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS)
+def test_kinds_and_orders_tell_values_apart(one, other):
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_what_is_not_compared_or_merely_cached_makes_no_difference():
     assert fingerprint(Plain(1, "here")) == fingerprint(Plain(1, "there"))
-    assert fingerprint(WithMore(1, "here")) == fingerprint(WithMore(1, "there"))
     assert fingerprint(Slotted(1, "here")) == fingerprint(Slotted(1, "there"))
-    assert fingerprint(layer(0.0)) != fingerprint(layer(0.0, trained=False))
 
     class Table:
         @cached_property
@@ -166,60 +184,15 @@ def test_what_is_not_compared_or_merely_kept_makes_no_difference():
     assert fingerprint(one) == fingerprint(other)
 
 
-def test_one_module_does_not_change_what_is_seen_of_others():
-    class Kept(nn.Module):
-        @cached_property
-        def table(self):
-            return 1
-
-    class Given(nn.Module):
-        def __init__(self, table):
-            super().__init__()
-            self.table = table
-
-    before, machinery = fingerprint(Given(1)), set(MODULE_MACHINERY)
-    kept = Kept()
-    assert kept.table == 1
-    fingerprint(kept)
-    assert machinery == MODULE_MACHINERY
-    assert fingerprint(Given(1)) == before != fingerprint(Given(2))
-
-
-def test_digests_leave_values_alone():
-    policy = LSTMPolicy(LineGrid(), hidden=4, seed=0)
+def test_values_are_left_alone_and_use_changes_nothing():
+    policy, model = LSTMPolicy(LineGrid(), hidden=4, seed=0), LineGrid()
     for parameter in policy.parameters():
         parameter.unconstrained = weakref.ref(parameter)  # as Pyro's param store does
-    first = fingerprint(policy)
+    first, fresh = fingerprint(policy), fingerprint(model)
     assert all(parameter.unconstrained() is parameter for parameter in policy.parameters())
-    assert fingerprint(policy) == first != fingerprint(LSTMPolicy(LineGrid(), hidden=4, seed=1))
-    rng = np.random.default_rng(0)
-    fingerprint(rng)
-    assert rng.random() == np.random.default_rng(0).random()
-
-
-def test_digests_leave_classes_alone():
-    """Python notes the slots of a class in it when one of its kind is first looked at."""
-
-    class Base:
-        pass
-
-    class Derived(Base):
-        pass
-
-    before = fingerprint(Derived())
-    fingerprint(Base())
-    assert fingerprint(Derived()) == before
-
-
-def test_nothing_is_kept_alive():
-    def function():
-        return 1
-
-    gone = weakref.ref(function)
-    fingerprint(function)
-    del function
-    gc.collect()
-    assert gone() is None
+    assert fingerprint(policy) == first
+    model.check()
+    assert fingerprint(model) == fresh
 
 
 @pytest.mark.parametrize(
@@ -231,7 +204,7 @@ def test_nothing_is_kept_alive():
         (torch.ones(2, device="meta"), "torch:Tensor"),
     ],
 )
-def test_what_cannot_be_seen_is_refused(value, name):
+def test_what_cannot_be_looked_into_is_refused(value, name):
     with pytest.raises(FingerprintError, match=f"a {name} cannot be told from others"):
         fingerprint(value)
 
@@ -244,19 +217,14 @@ def test_what_is_nested_too_deeply_is_refused():
         fingerprint(deep)
 
 
-def test_what_is_shared_is_described_once():
+def test_shared_values_and_circles():
     shared, other = [1], [2]
     for _ in range(200):  # 2**200 paths
         shared, other = [shared, shared], [other, other]
     assert fingerprint(shared) != fingerprint(other)
-    pair = (1, 2)
-    assert fingerprint([pair, pair]) == fingerprint([tuple(range(1, 3)), tuple(range(1, 3))])
-
-
-def test_circles_are_told_apart():
-    """Two nodes that lead back to themselves, or the second to the first."""
 
     def circles(crossed):
+        """Two nodes that lead back to themselves, or the second to the first."""
         first, second = [1], [2]
         first.append([first])
         second.append(first[1] if crossed else [second])
@@ -264,44 +232,6 @@ def test_circles_are_told_apart():
 
     assert fingerprint(circles(True)) == fingerprint(circles(True))
     assert fingerprint(circles(True)) != fingerprint(circles(False))
-
-
-def test_modules_are_known_by_name_and_version():
-    assert fingerprint(closing_over(np)) != fingerprint(closing_over(math))
-    assert fingerprint(closing_over(np)) == fingerprint(closing_over(np))
-    fake = type(np)("numpy")
-    fake.__version__ = "0.0"
-    assert fingerprint(fake) != fingerprint(np)
-
-
-def thousandfold(function):
-    @wraps(function)
-    def inside(a):
-        return 1000 * function(a)
-
-    return inside
-
-
-def onefold(function):
-    @wraps(function)
-    def inside(a):
-        return 1 * function(a)
-
-    return inside
-
-
-def test_a_wrapper_is_not_what_it_wraps():
-    def base(a):
-        return a
-
-    assert len({fingerprint(base), fingerprint(onefold(base)), fingerprint(thousandfold(base))}) == 3
-
-
-def loaded(path, name="edited"):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 CODE = """
@@ -320,6 +250,13 @@ def task(a):
     finally:
         pass
 """
+
+
+def loaded(path, name="edited"):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_code_that_runs_is_what_counts(tmp_path, monkeypatch):
@@ -350,22 +287,18 @@ def test_code_and_attributes_of_classes():
         one, other = (made(f=wrapper(f))() for f in (lambda x: 1, lambda x: 2))
         assert fingerprint(one) != fingerprint(other)
 
-
-def test_members_of_enumerations():
-    def made(number):
+    def size(number):
         return enum.Enum("Size", {"BIG": number, "SMALL": 0}, module="elsewhere")
 
-    assert fingerprint(made(1).BIG) == fingerprint(made(1).BIG)
-    assert fingerprint(made(1).BIG) != fingerprint(made(2).BIG)
-    assert fingerprint(made(1).BIG) != fingerprint(made(1).SMALL)
+    assert fingerprint(size(1).BIG) == fingerprint(size(1).BIG)
+    assert len({fingerprint(each) for each in (size(1).BIG, size(1).SMALL, size(2).BIG)}) == 3
 
 
-ELSEWHERE = """
+VALUES = """
 import enum, random
 import numpy as np
 import pandas as pd
 import torch
-from cpomdp_ppl.experiments.fingerprint import fingerprint
 from cpomdp_ppl.models import LineGrid
 from solvers.cids.policy import LSTMPolicy
 
@@ -376,6 +309,9 @@ class Colour(enum.Enum):
 class Model(LineGrid):
     def __init__(self):
         super().__init__(horizon=3)
+
+    def reward(self, state, action, context):
+        return 2 * super().reward(state, action, context)
 
 values = [
     lambda x: x in {"a", "b", "c", "d"},
@@ -388,38 +324,56 @@ values = [
     random.Random(0),
     np.random.default_rng(0),
     torch.float64,
-    fingerprint,
 ]
-print([fingerprint(value) for value in values])
 """
 
 
-def test_digests_are_the_same_in_every_process():
-    said = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
-        words = [sys.executable, "-c", ELSEWHERE]
-        said.add(subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout)
-    (only,) = said
-    assert len(set(only.split())) == 11
+def said(code, hash_seed, sent=b""):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=environment, input=sent, capture_output=True, check=True).stdout
 
 
-def test_a_value_that_was_sent_to_another_process_is_the_same():
-    """Classes and functions, too, that are sent whole."""
-    cloudpickle = pytest.importorskip("cloudpickle")
-
-    class Local(LineGrid):
-        def __init__(self, horizon):
-            super().__init__(horizon=horizon)
-
-        def reward(self, state, action, context):
-            return 2 * super().reward(state, action, context)
-
-    values = [Local(3), Local, lambda x: x in {"a", "b"}, LSTMPolicy(LineGrid(), hidden=4, seed=0), Plain(2)]
-    code = "import sys, pickle; from cpomdp_ppl.experiments.fingerprint import fingerprint; " + (
-        "print(*map(fingerprint, pickle.load(sys.stdin.buffer)))"
+def test_the_same_in_every_process_and_after_the_way_there():
+    """Classes and functions, too, that are sent by value."""
+    pytest.importorskip("cloudpickle")
+    start = "import sys, pickle; from cpomdp_ppl.experiments.fingerprint import fingerprint"
+    send = "import cloudpickle; found = [fingerprint(value) for value in values]"
+    sent = said(
+        f"{start}\n{VALUES}\n{send}\nsys.stdout.buffer.write(cloudpickle.dumps((found, values)))", "1"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
-    words, sent = [sys.executable, "-c", code], cloudpickle.dumps(values)
-    there = subprocess.run(words, env=environment, input=sent, capture_output=True, check=True).stdout
-    assert there.decode().split() == [fingerprint(value) for value in values]
+    arrived = "found, values = pickle.load(sys.stdin.buffer); print(*found, *map(fingerprint, values))"
+    found = said(f"{start}\n{arrived}", "2", sent).split()
+    assert found[:10] == found[10:]
+    assert len(set(found)) == 10
+
+
+def test_names():
+    assert name_of(test_names) == f"{__name__}:test_names"
+    assert name_of(partial(test_names, 1)) == f"{__name__}:test_names"
+    assert name_of(Plain()) == f"{__name__}:Plain"
+
+
+def test_hashes_of_files_and_folders(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("one")
+    before = file_hash(tmp_path)
+    assert file_hash(tmp_path / "a" / "x.txt") != before
+    (tmp_path / "a" / "x.txt").rename(tmp_path / "a" / "y.txt")
+    assert file_hash(tmp_path) != before
+
+
+def test_descriptions_are_json_and_name_what_differs():
+    def ramp(progress):
+        return 2.0 * progress
+
+    assert describe({"a": (1, np.float64(0.5)), "b": torch.ones(2)}) == {"a": [1, 0.5], "b": [1.0, 1.0]}
+    assert type(describe(np.float64(0.5))) is float  # which is also a float, but NumPy's
+    assert describe(Plain(3)) == {"": "Plain", "a": 3, "note": ""}
+    assert describe(ramp)[1:] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    one, other = describe_model(LineGrid()), describe_model(LineGrid(horizon=3))
+    assert set(differences(one, other)) == {"constants", "horizon"}
+    assert differences({"a": math.nan, "b": 1}, {"a": math.nan, "b": 1.0}) == ["b"]
+    require_same(Path("file"), one, one)
+    with pytest.raises(CheckpointError, match=r"made with s = \{'a': 1\}, but expected \{'a': 2\};"):
+        require_same(Path("file"), {"s": {"a": 1, "b": 0}}, {"s": {"a": 2, "b": 0}})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from matplotlib.figure import Figure
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.diagnostics import to_inference_data
 from cpomdp_ppl.experiments import run_folder
-from cpomdp_ppl.experiments.files import is_disk_full
-from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError, next_folder, plain
+from cpomdp_ppl.experiments.files import CheckpointError, DiskFullError, jsonable
+from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError, next_folder
 from cpomdp_ppl.models import LineGrid
 
 
@@ -45,7 +46,7 @@ def test_the_record_says_what_was_run(tmp_path):
 
 
 def test_the_commit_is_that_of_the_source_tree():
-    tree = Path(run_folder.__file__).parent.parent
+    tree = Path(run_folder.__file__).parents[2]
     if not (tree / ".git").exists():
         assert run_folder.commit() is None
         return
@@ -53,14 +54,6 @@ def test_the_commit_is_that_of_the_source_tree():
         ["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     )
     assert run_folder.commit().removesuffix("-dirty") == head.stdout.strip()
-
-
-def test_without_git_there_is_no_commit(monkeypatch):
-    def missing(*_, **__):
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", missing)
-    assert run_folder.commit() is None
 
 
 def test_the_same_run_goes_on_with_its_seed(tmp_path):
@@ -74,18 +67,18 @@ def test_the_same_run_goes_on_with_its_seed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": "models:Other"}, "model is 'models:Mine', not 'models:Other'"),
-        ({"arguments": {"walls": (1, 3)}}, r"argument walls is \[1, 2\], not \[1, 3\]"),
-        ({"settings": {"iterations": 6}}, "setting iterations is 5, not 6"),
-        ({"settings": {"iterations": 5, "prior": [1.0]}}, r"setting prior is None, not \[1.0\]"),
-        ({"settings": {}}, "setting iterations is 5, not None"),
-        ({"seed": 4}, "seed is 3, not 4"),
+        ({"model": "models:Other"}, "model = 'models:Mine', but expected 'models:Other'"),
+        ({"arguments": {"walls": (1, 3)}}, "arguments = {'walls': [1, 2]}, but expected {'walls': [1, 3]}"),
+        ({"settings": {"iterations": 6}}, "settings = {'iterations': 5}, but expected {'iterations': 6}"),
+        ({"settings": {"iterations": 5, "prior": [1.0]}}, "settings = {}, but expected {'prior': [1.0]}"),
+        ({"settings": {}}, "settings = {'iterations': 5}, but expected {}"),
+        ({"seed": 4}, "seed = 3, but expected 4"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(tmp_path, changes, named):
     made(tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(RunFolderError, match=f"is of another run: its {named}; choose another folder"):
+    with pytest.raises(RunFolderError, match=re.escape(f"was made with {named}; use another folder")):
         made(tmp_path / "run", **changes)
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
@@ -97,7 +90,7 @@ def test_what_is_no_run_folder_is_not_touched(tmp_path):
         made(tmp_path / "letters")
     with pytest.raises(RunFolderError, match="is a file"):
         made(tmp_path / "letters" / "a.txt")
-    with pytest.raises(RunFolderError, match="cannot be written"):
+    with pytest.raises(NotADirectoryError):
         made(tmp_path / "letters" / "a.txt" / "below")
     with pytest.raises(RunFolderError, match="there is no such folder"):
         RunFolder.open(tmp_path / "nowhere")
@@ -110,8 +103,8 @@ def test_what_is_no_run_folder_is_not_touched(tmp_path):
     ("text", "named"),
     [
         ("{", "is damaged: it cannot be read as JSON"),
-        ("[]", "does not say its format"),
-        ("{}", "does not say its format"),
+        ("[]", "holds a list, but expected an object"),
+        ("{}", "is of format None"),
         ('{"format": 99}', "is of format 99, and this version of cpomdp-ppl reads format 1"),
         ('{"format": 1, "command": 5}', "is damaged: command is 5"),
     ],
@@ -161,7 +154,7 @@ def test_json_is_plain(tmp_path):
         "x": [1.0, 1.0],
         "n": 3,
     }
-    assert plain([float("inf"), np.nan, True, None, "∞"]) == [None, None, True, None, "∞"]
+    assert jsonable([float("inf"), np.nan, True, None, "∞"]) == [None, None, True, None, "∞"]
 
 
 def test_tables(tmp_path):
@@ -172,7 +165,7 @@ def test_tables(tmp_path):
         folder.write_table("t.csv", {"a": [1, 2], "b": [1]})
     (tmp_path / "run" / "short.csv").write_text("a,b\n1\n")
     for name in ("missing.csv", "short.csv"):
-        with pytest.raises(RunFolderError, match="cannot be read as a table"):
+        with pytest.raises(CheckpointError, match="cannot be read as a table"):
             folder.read_table(name)
 
 
@@ -206,7 +199,7 @@ def test_data_come_back(tmp_path):
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     folder = made(tmp_path / "run")
-    folder.write_json("a.json", 1)
+    folder.write_json("a.json", {"n": 1})
 
     def half(path):
         path.write_text("2, but on")
@@ -214,7 +207,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         folder.write("a.json", half)
-    assert folder.read_json("a.json") == 1
+    assert folder.read_json("a.json") == {"n": 1}
     assert files(tmp_path / "run") == ["a.json", "run.json"]
 
 
@@ -225,22 +218,11 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match=r"the disk is full: .*a\.json could not be written"):
+    with pytest.raises(DiskFullError, match=r"the disk is full: .*a\.json could not be written"):
         folder.write_json("a.json", 1)
-    with pytest.raises(RunFolderError, match="the disk is full"):
+    with pytest.raises(DiskFullError):
         made(tmp_path / "other")
     assert files(tmp_path / "run") == ["run.json"]
-
-
-def test_a_full_disk_in_other_words():
-    # As h5py and torch put it.
-    assert is_disk_full(OSError("write failed: errno = 28, error message = 'No space left on device'"))
-    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))
-    outer = ValueError("outer")
-    outer.__cause__ = OSError(errno.EDQUOT, "quota")
-    assert is_disk_full(outer)
-    assert not is_disk_full(RuntimeError("PytorchStreamReader failed reading zip archive"))
-    assert not is_disk_full(OSError(errno.EACCES, "no"))
 
 
 def test_a_run_that_got_nowhere_can_be_discarded(tmp_path):
@@ -259,7 +241,7 @@ def test_the_next_folder(tmp_path):
     assert next_folder("a/b.py:Maze", "fit", parent) == parent / "Maze-fit-1"
     assert next_folder("a.b:Maze", "fit", parent) == parent / "Maze-fit-2"  # the first is taken
     (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="file cannot be written"):
+    with pytest.raises(FileExistsError):
         next_folder("a.b:Maze", "fit", tmp_path / "file")
 
 
@@ -269,16 +251,6 @@ def test_many_at_once_get_a_folder_each(tmp_path):
     assert set(found) == {tmp_path / f"Maze-fit-{n}" for n in range(1, 17)}
 
 
-def test_two_commands_note_what_they_added(tmp_path):
-    made(tmp_path / "run").finish()
-    one, other = (RunFolder.open(tmp_path / "run") for _ in range(2))
-    one.add("evaluate", settings={}, seed=1)
-    other.add("diagnose", settings={}, seed=2)
-    assert set(RunFolder.open(tmp_path / "run").record["added"]) == {"evaluate", "diagnose"}
-    one.withdraw("evaluate")
-    assert set(RunFolder.open(tmp_path / "run").record["added"]) == {"diagnose"}
-
-
 def test_many_at_once_note_what_they_added(tmp_path):
     made(tmp_path / "run").finish()
     folders = [RunFolder.open(tmp_path / "run") for _ in range(16)]
@@ -286,14 +258,14 @@ def test_many_at_once_note_what_they_added(tmp_path):
         list(pool.map(lambda k: folders[k].add(f"command-{k}", settings={}, seed=k), range(16)))
     added = RunFolder.open(tmp_path / "run").record["added"]
     assert set(added) == {f"command-{k}" for k in range(16)}
+    folders[0].withdraw("command-0")
+    assert set(RunFolder.open(tmp_path / "run").record["added"]) == {f"command-{k}" for k in range(1, 16)}
 
 
 def test_other_code_is_another_run(tmp_path):
     made(tmp_path / "run", source={"path": "/a/m.py", "sha256": "1"})
     made(tmp_path / "run", source={"path": "/b/m.py", "sha256": "1"})  # moved
-    with pytest.raises(
-        RunFolderError, match=r"another run: its code of the model \(sha256\) is '1', not '2'"
-    ):
+    with pytest.raises(RunFolderError, match=r"code of the model \(sha256\) = '1', but expected '2'"):
         made(tmp_path / "run", source={"path": "/a/m.py", "sha256": "2"})
 
 
@@ -303,10 +275,10 @@ def test_writability_is_found_out_at_once(tmp_path, monkeypatch):
     assert files(tmp_path / "run") == ["run.json"]
 
     def denied(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "temporary")
 
     monkeypatch.setattr(os, "replace", denied)
-    with pytest.raises(RunFolderError, match="cannot be written: Permission denied"):
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*/run/probe-\w+'"):
         folder.require_writable()
     assert files(tmp_path / "run") == ["run.json"]
 

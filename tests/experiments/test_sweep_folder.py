@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from cpomdp_ppl.experiments.axes import ARRAY_KINDS
+from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.experiments.sweep import sweep
-from cpomdp_ppl.experiments.sweep_folder import KEPT, POINTS, RECORD, SweepFolder, SweepFolderError
+from cpomdp_ppl.experiments.sweep_folder import POINTS, RECORD, SweepFolder, SweepFolderError
 
-IDENTITY = {"task": "tests:task", "task_digest": "0", "labels": {"a": 1}, "values": {"a": "1"}}
+IDENTITY = {"task": "tests:task", "task_fingerprint": "0", "labels": {"a": 1}, "values": {"a": "1"}}
 OUTCOME = xr.Dataset({"y": ("x", [1.0, 2.0]), "word": ((), "fine")}, {"x": [10, 20]})
 HERE = {"workers": 1, "progress": False}
 
@@ -25,26 +27,26 @@ def opened(path):
 
 def test_an_outcome_is_found_again(tmp_path):
     folder = opened(tmp_path / "sweep")
-    assert folder.read(IDENTITY) is None
-    folder.write(IDENTITY, OUTCOME)
-    assert opened(tmp_path / "sweep").read(IDENTITY).identical(OUTCOME)
-    with pytest.raises(SweepFolderError, match=r"its values is \{'a': '1'\}, but expected \{'a': '2'\}"):
-        folder.read({**IDENTITY, "values": {"a": "2"}})
+    assert folder.read_point(IDENTITY) is None
+    folder.write_point(IDENTITY, OUTCOME)
+    assert opened(tmp_path / "sweep").read_point(IDENTITY).identical(OUTCOME)
+    with pytest.raises(SweepFolderError, match=r"made with values = \{'a': '1'\}, but expected \{'a': '2'\}"):
+        folder.read_point({**IDENTITY, "values": {"a": "2"}})
 
 
 def test_labels_may_be_nan(tmp_path):
     folder, identity = opened(tmp_path), {**IDENTITY, "labels": {"a": math.nan}}
-    folder.write(identity, OUTCOME)
-    assert folder.read({**identity, "labels": {"a": float("nan")}}).identical(OUTCOME)
-    with pytest.raises(SweepFolderError, match=r"its task_digest is '0', but expected '1'"):
-        folder.read({**identity, "task_digest": "1"})
+    folder.write_point(identity, OUTCOME)
+    assert folder.read_point({**identity, "labels": {"a": float("nan")}}).identical(OUTCOME)
+    with pytest.raises(SweepFolderError, match=r"made with task_fingerprint = '0', but expected '1'"):
+        folder.read_point({**identity, "task_fingerprint": "1"})
 
 
 def test_labels_are_compared_as_they_are_written(tmp_path):
     folder = opened(tmp_path)
-    folder.write(IDENTITY, OUTCOME)
+    folder.write_point(IDENTITY, OUTCOME)
     for other in (1.0, True, "1"):
-        assert folder.read({**IDENTITY, "labels": {"a": other}}) is None
+        assert folder.read_point({**IDENTITY, "labels": {"a": other}}) is None
 
 
 def moving(seed):
@@ -66,9 +68,8 @@ def test_a_folder_that_is_whole_is_not_written_to(tmp_path):
     opened(tmp_path)
     assert record.stat().st_mtime == 1
     record.write_text("{")
-    with pytest.warns(RuntimeWarning, match="written anew"):
+    with pytest.raises(CheckpointError, match=r"sweep\.json is damaged"):
         opened(tmp_path)
-    assert json.loads(record.read_text())["task"] == "tests:task"
 
 
 def change(path, record=None, **members):
@@ -82,60 +83,49 @@ def change(path, record=None, **members):
         np.savez(file, record=np.array(json.dumps(whole)), **{**arrays, **members})
 
 
-def content(**changes):
-    return lambda record: {**record, "content": [{**each, **changes} for each in record["content"]]}
-
-
-def second(**changes):
-    def changed(record):
-        first, *others = record["content"]
-        return {**record, "content": [{**first, **changes}, *others]}
-
-    return changed
+def first(name="y", dims=("x",)):
+    """The first array of a record under another name, or with other dimensions."""
+    return lambda record: {**record, "content": [[name, dims, False], *record["content"][1:]]}
 
 
 DAMAGE = {
     "no format": {"record": lambda record: {k: v for k, v in record.items() if k != "format"}},
-    "a word for a format": {"record": lambda record: {**record, "format": "1"}},
     "no mapping": {"record": lambda record: [record]},
     "a list for an identity": {"record": lambda record: {**record, "identity": []}},
-    "no identity": {"record": lambda record: {k: v for k, v in record.items() if k != "identity"}},
-    "the name of an axis": {"record": second(name="a")},
-    "the same name twice": {"record": content(name="y", dims=[])},
-    "a number for a name": {"record": second(name=3)},
-    "a dimension named like an axis": {"record": second(dims=["a"])},
-    "dimensions that do not fit": {"record": second(dims=[])},
-    "a list for a dimension": {"record": second(dims=[["x"]])},
-    "no dimensions": {"record": second(dims=None)},
+    "the name of an axis": {"record": first(name="a")},
+    "a dimension named like an axis": {"record": first(dims=["a"])},
+    "dimensions that do not fit": {"record": first(dims=[])},
+    "no dimensions": {"record": first(dims=None)},
     "a structured array": {"0": np.zeros(2, dtype=[("f", "f4"), ("g", "f4")])},
     "raw bytes": {"0": np.zeros(2, dtype="V3")},
+    "code": {"0": np.array([print], dtype=object)},
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_what_others_wrote_is_computed_again(tmp_path, damage):
     folder = opened(tmp_path)
-    folder.write(IDENTITY, OUTCOME)
+    folder.write_point(IDENTITY, OUTCOME)
     change(folder.file(IDENTITY["labels"]))
-    assert folder.read(IDENTITY).identical(OUTCOME)  # it is the change that matters
+    assert folder.read_point(IDENTITY).identical(OUTCOME)  # it is the change that matters
     change(folder.file(IDENTITY["labels"]), **damage)
     with pytest.warns(RuntimeWarning, match="is damaged, and is computed again"):
-        assert folder.read(IDENTITY) is None
+        assert folder.read_point(IDENTITY) is None
 
 
 def test_another_format_is_left_alone(tmp_path):
     folder = opened(tmp_path)
-    folder.write(IDENTITY, OUTCOME)
-    change(folder.file(IDENTITY["labels"]), record=lambda record: {**record, "format": 2, "content": [3]})
-    with pytest.raises(SweepFolderError, match="its format is 2, but expected 1"):
-        folder.read(IDENTITY)
+    folder.write_point(IDENTITY, OUTCOME)
+    change(folder.file(IDENTITY["labels"]), record=lambda record: {**record, "format": 3, "content": [3]})
+    with pytest.raises(SweepFolderError, match="made with format = 3, but expected 2"):
+        folder.read_point(IDENTITY)
 
 
 def test_all_kinds_that_are_kept_come_back(tmp_path):
     dtypes = ("?", "i2", "u4", "f4", "c8", "U3", "S3", "m8[s]", "M8[s]")
     outcome = xr.Dataset({f"kind {k}": ("n", np.zeros(2, dtype)) for k, dtype in enumerate(dtypes)})
     folder = opened(tmp_path)
-    folder.write(IDENTITY, outcome)
-    found = folder.read(IDENTITY)
+    folder.write_point(IDENTITY, outcome)
+    found = folder.read_point(IDENTITY)
     assert found.identical(outcome)
-    assert {found[name].dtype.kind for name in found} == set(KEPT)
+    assert {found[name].dtype.kind for name in found} == set(ARRAY_KINDS)

@@ -152,7 +152,7 @@ def test_checkpoints_of_others_are_left_alone(tmp_path, monkeypatch):
         return evaluate(*arguments, **settings)
 
     monkeypatch.setattr("solvers.sweep.evaluate", once)
-    with pytest.raises(SweepError, match="1 point of 2 failed: model=LineGrid, seed=1"):
+    with pytest.raises(SweepError, match="1 of 2 points failed: model=LineGrid, seed=1"):
         sweep(model, seeds=2, folder=folder, **QUICK, **HERE)
     assert set((folder / FITS).iterdir()) == {other, broken}
     sweep(model, seeds=2, folder=folder, **QUICK, **HERE)
