@@ -26,7 +26,7 @@ def test_every_baseline_is_made_from_a_model_alone(name):
     pytest.importorskip(
         {"recurrent_ppo": "sb3_contrib", "pouct": "pomdp_py", "pomcp": "pomdp_py"}.get(name, "torch")
     )
-    model = ContextualTiger()
+    model = ContextualTiger(horizon=3)
     budget = Budget(simulations=4, training_episodes=20, seed=1)
     policy = POLICIES[name].made(name, model, budget)
     episodes = simulate(model, policy, 6, seed=0)

@@ -48,8 +48,8 @@ class Regretful:
 @pytest.mark.slow
 def test_it_is_nearly_optimal():
     model = LineGrid(horizon=6)
-    policy = Regretful(PFT(model, 500, 4), model)
-    simulate(model, policy, 200, contexts="balanced", seed=0)
+    policy = Regretful(PFT(model, 300, 4), model)
+    simulate(model, policy, 120, contexts="balanced", seed=0)
     lost = policy.shortfall
     error = float(lost.std()) / len(lost) ** 0.5
     assert float(lost.mean()) - error <= 0.05 * policy.plan.value

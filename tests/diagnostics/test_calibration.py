@@ -40,7 +40,7 @@ def assert_calibrated(calibration: Calibration, level: float = 0.01) -> None:
     ids=lambda part: part if isinstance(part, str) else type(part).__name__,
 )
 def test_exact_filters_are_calibrated(model, likelihood):
-    calibration = calibrate(model, RandomPolicy(model.num_actions), likelihood, 2000)
+    calibration = calibrate(model, RandomPolicy(model.num_actions), likelihood, 1000)
     assert_calibrated(calibration)
     assert calibration.verdict.startswith("calibrated")
     assert calibration.contexts.brier == pytest.approx(calibration.contexts.expected_brier, abs=0.03)

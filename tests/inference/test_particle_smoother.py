@@ -10,19 +10,19 @@ from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator, Parti
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from tests.programs import EyesOpen, Walk
 
-M = 1500
+M = 1000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Walk, EyesOpen])
 def test_backward_sampling_is_the_rts_smoother(make):
     model = make()
-    episodes = simulate(model, RandomPolicy(2), 6, seed=0).truncated(torch.tensor([1, 2, 3, 3, 2, 3]))
+    episodes = simulate(model, RandomPolicy(2), 3, seed=0).truncated(torch.tensor([1, 2, 3]))
     exact = ExtendedKalmanFilter().smooth(model, episodes)
-    found = ParticleFilter(6000).smooth(model, episodes, M, seed=0)
+    found = ParticleFilter(4000).smooth(model, episodes, M, seed=0)
     assert found.method == "backward sampling"
-    assert found.trajectories.shape == (M, 6, 4, 2)
-    # Trajectories share particles; 6000 of those count for about a twelfth in the worst row.
+    assert found.trajectories.shape == (M, 3, 4, 2)
+    # Trajectories share particles; 4000 of those count for about a twelfth in the worst row.
     error = (exact.state_variance / (M / 3)).sqrt()
     assert ((found.state_mean - exact.state_mean) / error).abs().max() < 5
     assert (found.state_variance / exact.state_variance - 1).abs().max() < 0.25
