@@ -8,16 +8,15 @@ import itertools
 import json
 import os
 import resource
-import subprocess
 import sys
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.abuse.effort import TRIED, times
 from tests.abuse.writers import WRITERS
+from tests.children import run_python
 
 
 @contextmanager
@@ -128,17 +127,8 @@ def test_interrupted_at_any_line(writer):
 def test_killed_writers(tmp_path):
     """SIGKILL, from a process of its own, since forks of this one would have its threads' locks."""
     kills = times(12)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.abuse.writers", str(tmp_path), str(kills), "0"],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60 + 2 * kills,
-    )
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    words = ["-m", "tests.abuse.writers", str(tmp_path), str(kills), "0"]
+    counts = json.loads(run_python(*words, timeout=60 + 2 * kills).splitlines()[-1])
     assert set(counts) == {*WRITERS, "left behind"}
     assert all(0 <= count <= kills for count in counts.values())
     TRIED["writes interrupted: SIGKILL"] += kills

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -23,9 +21,10 @@ from cpomdp_ppl.errors import (
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator, ParticleFilter, as_backend
 from cpomdp_ppl.inference.resampling import SCHEMES
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
+from tests import ROOT
+from tests.children import run_python
 from tests.programs import EyesOpen, Plates, Walk
 
-ROOT = Path(__file__).parent.parent.parent
 REFERENCE = np.load(ROOT / "tests" / "reference" / "light_dark_dev.npz")
 
 
@@ -536,6 +535,4 @@ print(peak(150) - short)
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
 def test_memory_does_not_grow_with_the_horizon():
     # A tensor of all particles is 2 MB: to lose room for one of them at every step would take 290 MiB.
-    ran = subprocess.run([sys.executable, "-c", PEAK_MEMORY], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 100
+    assert float(run_python(PEAK_MEMORY)) < 100
