@@ -39,18 +39,14 @@ TO_DO: dict[str, set[str]] = {
         "cpomdp_ppl.generative -> cpomdp_ppl.inference",
     },
     "length": {
-        "cpomdp_ppl.learning.maximum_likelihood.maximum_likelihood",
         "cpomdp_ppl.report.recording.record",
         "solvers.cids.training.fit",
     },
     "names": {
         "Batch",
-        "Estimator",
         "Fitting",
         "Learner",
-        "Objective",
         "RecurrentPolicy",
-        "Scored",
         "Step",
     },
 }

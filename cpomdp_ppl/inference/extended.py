@@ -61,7 +61,7 @@ class ExtendedRecursion(KalmanRecursion):
             if num_noise:
                 arguments.append(points.new_zeros((C, B, size, num_noise), requires_grad=True))
             values, noise = function(points, arguments[1] if num_noise else None)
-            by_points, *by_noise = _jacobians(values, arguments)
+            by_points, *by_noise = jacobians(values, arguments)
         directions = belief.root.mT  # [C, B, n, n]: direction k is column k of the root
         slopes = product(directions, by_points.mT)  # [C, B, n, m]
         if by_noise:
@@ -70,13 +70,15 @@ class ExtendedRecursion(KalmanRecursion):
         return Transformed(values[:, :, 0].detach(), directions, slopes, None, noise)
 
 
-def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
+def jacobians(values: Tensor, arguments: list[Tensor], *, create_graph: bool = False) -> list[Tensor]:
     """Derivatives of values `[C, B, m, m]`, the k-th at the k-th particle, by arguments `[C, B, m, ·]`."""
     found: tuple[Tensor | None, ...] = (None,) * len(arguments)
     if values.requires_grad:
         m = values.shape[-1]
         which = torch.ones_like(values) if m == 1 else torch.eye(m, dtype=values.dtype, device=values.device)
-        found = torch.autograd.grad(values, arguments, which.expand_as(values), allow_unused=True)
+        found = torch.autograd.grad(
+            values, arguments, which.expand_as(values), allow_unused=True, create_graph=create_graph
+        )
     pairs = zip(arguments, found, strict=True)
     # There is no gradient by what the values do not depend on.
     return [torch.zeros_like(argument) if one is None else one for argument, one in pairs]

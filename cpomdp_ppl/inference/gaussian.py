@@ -224,12 +224,16 @@ class Sensed(Scored):
                 hidden = site.at(self.noise[..., start : self.num_noise].reshape(full))
             msg["value"] = torch.where(flags.reshape(at_sites.shape), at_sites, hidden)
 
+    def scale_of(self, site: GaussianSite) -> Tensor | None:
+        """The scale of a site's noise, without its graph, as a filter does not differentiate it."""
+        return None if site.scale is None else site.scale.detach()
+
     def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
         """The covariance of the site's noise, `[C, B, K, m, m]`."""
         batch, size = self.batch_shape, shape.numel()
-        if site.scale is None:
+        scale = self.scale_of(site)
+        if scale is None:
             return site.loc.new_zeros(()).expand(*batch, size, size)
-        scale = site.scale.detach()  # nobody differentiates the noise
         if not site.triangular:
             variance = scale.square().expand(batch + shape).reshape(*batch, size)
             return variance[..., None] if size == 1 else torch.diag_embed(variance)

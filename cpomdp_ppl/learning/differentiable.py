@@ -1,7 +1,7 @@
-"""Backends whose likelihood has a gradient by the model's constants.
+"""Recursions whose likelihood has a gradient by the model's constants.
 
-The recursions of `cpomdp_ppl.inference` are made to run fast without gradients: they cut graphs and write in
-place. Here they are without that, and with care where a derivative would be 0 · ∞.
+The recursions of `cpomdp_ppl.inference` run fast without gradients: they cut graphs and write in place. Those
+here do not, and take care where a derivative would be 0 · ∞.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cpomdp_ppl.inference import (
 )
 from cpomdp_ppl.inference.banded import Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.cells import SHARERS
-from cpomdp_ppl.inference.covariance import block_diagonal, product
+from cpomdp_ppl.inference.covariance import product
 from cpomdp_ppl.inference.discrete import DiscreteRecursion
-from cpomdp_ppl.inference.extended import ExtendedRecursion
+from cpomdp_ppl.inference.extended import ExtendedRecursion, jacobians
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed
 from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.model import CPOMDP
 
-TINY = 1e-30
-"""Added to covariances: roots have no slope at zero, though all that is made of them depends on squares."""
+TINY_VARIANCE = 1e-30
+"""Added to covariances: their roots have no slope at zero, though what is made of them depends on squares."""
 
-NUMBERS = 2**25
-"""Numbers that the graph of a batch of episodes may hold, roughly."""
+GRAPH_NUMBERS = 2**25
+"""About how many numbers the graph of a batch of episodes may hold."""
 
 
 def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
@@ -73,7 +73,7 @@ def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
 
 
 def episodes_with_graph(recursion: Recursion, horizon: int) -> int:
-    """How many episodes may have their graph in memory together."""
+    """Number of episodes whose graph may be in memory together."""
     if isinstance(recursion, DiscreteRecursion):
         width = recursion.initial.shape[1]
     elif isinstance(recursion, ScoreFilter):
@@ -84,35 +84,31 @@ def episodes_with_graph(recursion: Recursion, horizon: int) -> int:
         assert isinstance(recursion, KalmanRecursion)
         n = recursion.coordinates.dim + recursion.transition_noise
         width = (2 * n + 1) * (n + recursion.num_values**2)
-    return max(1, NUMBERS // (10 * horizon * recursion.model.num_contexts * width))
+    return max(1, GRAPH_NUMBERS // (10 * horizon * recursion.model.num_contexts * width))
 
 
 class _Floored(Transformed):
+    """Moments with covariances that have roots with a slope."""
+
     def covariance(self, left: Tensor, right: Tensor) -> Tensor:
-        return super().covariance(left, right) + TINY
+        return super().covariance(left, right) + TINY_VARIANCE
 
 
 def _floored(transformed: Transformed) -> Transformed:
     return _Floored(**{field.name: getattr(transformed, field.name) for field in fields(Transformed)})
 
 
-class _Noisy(Sensed):
+class _SensedWithGraph(Sensed):
     """Keeps the graph of the noise."""
 
-    def _covariance(self, site: GaussianSite, shape: torch.Size) -> Tensor:
-        scale = site.scale
-        if scale is None:
-            return super()._covariance(site, shape)
-        batch, size = self.batch_shape, shape.numel()
-        if not site.triangular:
-            variance = scale.square().expand(batch + shape).reshape(*batch, size)
-            return variance[..., None] if size == 1 else torch.diag_embed(variance)
-        covariance = (scale @ scale.mT).expand(*batch, *shape, shape[-1])
-        return block_diagonal(list(covariance.reshape(*batch, -1, shape[-1], shape[-1]).unbind(len(batch))))
+    def scale_of(self, site: GaussianSite) -> Tensor | None:
+        return site.scale
 
 
 class _Kalman(KalmanRecursion):
-    sensing = _Noisy
+    """A Kalman filter in which noise has a graph."""
+
+    sensing = _SensedWithGraph
 
 
 class _Unscented(_Kalman, UnscentedRecursion):
@@ -126,7 +122,7 @@ class _Extended(_Kalman, ExtendedRecursion):
     def transform(
         self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
     ) -> Transformed:
-        """As the base, but the Jacobians can be differentiated once more."""
+        """As `ExtendedRecursion.transform`, but the Jacobians can be differentiated once more."""
         if not torch.is_grad_enabled():
             return ExtendedRecursion.transform(self, function, size, belief, num_noise)
         C, B, n = belief.mean.shape
@@ -137,23 +133,13 @@ class _Extended(_Kalman, ExtendedRecursion):
         if num_noise:
             arguments.append(points.new_zeros((C, B, size, num_noise)).requires_grad_())
         values, noise = function(points, arguments[1] if num_noise else None)
-        by_points, *by_noise = _jacobians(values, arguments)
+        by_points, *by_noise = jacobians(values, arguments, create_graph=True)
         directions = belief.root.mT
         slopes = product(directions, by_points.mT)
         if by_noise:
             slopes = torch.cat([slopes, by_noise[0].mT], 2)
         noise = None if noise is None else noise[:, :, 0]
         return _Floored(values[:, :, 0], directions, slopes, None, noise)
-
-
-def _jacobians(values: Tensor, arguments: list[Tensor]) -> list[Tensor]:
-    """Derivatives of values `[C, B, m, m]`, the k-th at the k-th particle, by arguments `[C, B, m, ·]`."""
-    found: tuple[Tensor | None, ...] = (None,) * len(arguments)
-    if values.requires_grad:
-        which = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device).expand_as(values)
-        found = torch.autograd.grad(values, arguments, which, create_graph=True, allow_unused=True)
-    pairs = zip(arguments, found, strict=True)
-    return [torch.zeros_like(argument) if one is None else one for argument, one in pairs]
 
 
 class _Discrete(DiscreteRecursion):
@@ -167,7 +153,7 @@ class _Discrete(DiscreteRecursion):
         return posterior, torch.where(impossible, -torch.inf, increment)
 
     def log_likelihood(self, seen: Observed) -> Tensor:
-        """As the base; where nothing is possible, something that is."""
+        """The log-likelihood; where nothing is possible, zero, and that is noted."""
         log_likelihood = super().log_likelihood(seen)  # type: ignore[safe-super]
         nothing = (log_likelihood == -torch.inf) | (self._before <= 0)
         self._impossible = nothing.all(-1)  # [C, B]
@@ -188,11 +174,11 @@ class _Grid(_Discrete, GridRecursion):
         self.initial = self._initial()
 
     def _deposit(self, where: Tensor, weights: Tensor) -> Tensor:
-        """As the base, but a hair beside the points: exactly on one, shares do not depend on the place."""
+        """As the base class, but a hair beside the points, on which shares do not depend on the place."""
         return super()._deposit(where + 3e-9 * self.grid.finest if where.requires_grad else where, weights)
 
     def _transition(self, a: int) -> BandedTransition:
-        """As the base, unless there is a graph: then contexts may be alike but for their derivatives."""
+        """As the base class, but with a graph, if there is one, in which contexts may differ."""
         x = self.grid.points
         with torch.no_grad():
             nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
@@ -214,6 +200,8 @@ class _Grid(_Discrete, GridRecursion):
 
 
 class _Moving(BandedTransition):
+    """A transition that can be differentiated."""
+
     def __call__(self, p: Tensor) -> Tensor:
         if self.identity:
             return p

@@ -34,16 +34,23 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
 
 
-PARTS = ("base_dist", "component_distribution", "component0", "component1", "propose", "observation_dist")
-"""What distributions call others that they are made of."""
+COMPONENTS = (
+    "base_dist",
+    "component_distribution",
+    "component0",
+    "component1",
+    "propose",
+    "observation_dist",
+)
+"""Attributes in which distributions keep others that they are made of."""
 
 
 @dataclass(frozen=True)
 class ScoredCloud(Cloud):
-    """Weighted particles, and how the logarithms of their weights change with the constants.
+    """Weighted particles, and the gradients of the logarithms of their weights by the constants.
 
     Attributes:
-        score: Zeros whose gradient that is, `[C, B, N]`.
+        score: Zeros with that gradient, `[C, B, N]`.
     """
 
     score: Tensor
@@ -63,13 +70,13 @@ class ScoreFilter(SMC):
         self.proposal = self.held = Held(self, self.common)
 
     def start(self, num_episodes: int) -> ScoredCloud:
-        """As the base."""
+        """As `SMC.start`, with scores."""
         shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
         state, score = self.held.initial(shape)
         return ScoredCloud(**vars(self.cloud(state, shape)), score=score)
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
-        """As the base, in copies: graphs need what was there."""
+        """As `SMC.resample`, on copies, since graphs need what was there."""
         assert isinstance(cloud, ScoredCloud)
         copy = replace(cloud, state=map_state(torch.clone, cloud.state), score=cloud.score.clone())
         cloud, offspring = super().resample(copy, alive)
@@ -78,7 +85,7 @@ class ScoreFilter(SMC):
         return cloud, offspring
 
     def reweight(self, cloud: Cloud, seen: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
-        """As the base."""
+        """As `SMC.reweight`, with scores."""
         assert isinstance(cloud, ScoredCloud)
         log_weights = cloud.weights.log() + cloud.score  # [C, B, N]
         if log_ratio is not None:
@@ -102,19 +109,19 @@ class ScoreFilter(SMC):
         return replace(cloud, weights=weights, ess=ess, score=score - score.detach()), increment
 
     def log_density(self, cloud: Cloud, seen: Observed, rows: Tensor | None) -> Tensor | None:
-        """As the base, of sites that have a gradient."""
+        """As `SMC.log_density`, of sites whose gradient is right."""
         with _Still():
             return super().log_density(cloud, seen, rows)
 
     def hidden(self, name: str, fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Draw a site that was not seen; that, and its score."""
+        """Draw a site that was not seen. Returns the draw and its score."""
         with torch.no_grad():
             value = draw(fn, shape, self.common)
         return value, score_of(name, fn, value)
 
 
 class Held(Bootstrap):
-    """The model's own programs; their draws are held where they are while constants move."""
+    """The model's programs as proposals, whose draws are held where they are while constants move."""
 
     def initial(self, shape: torch.Size, seen: Observed | None = None) -> tuple[Any, Any]:
         """Draw from `initial`; the score of the draws is their log-ratio."""
@@ -123,7 +130,7 @@ class Held(Bootstrap):
         return state, drawn.score(shape)
 
     def transition(self, state: Any, shape: torch.Size, seen: Observed) -> tuple[Any, Any]:
-        """Draw from `transition`, likewise."""
+        """Draw from `transition`; the score of the draws is their log-ratio."""
         assert seen.action is not None
         with _Fixed(shape, self.common, self.plate_axes) as drawn:
             state = self.model.transition(state, axes(seen.action, self.plate_axes), self.context)
@@ -136,7 +143,7 @@ class _Fixed(Drawn):
             super()._pyro_sample(msg)
 
     def score(self, shape: torch.Size) -> Tensor:
-        """Of all that was drawn, `[C, B, N]`."""
+        """The score of everything drawn, `[C, B, N]`."""
         total = torch.zeros(shape, dtype=torch.float64)
         for name, (fn, value) in self.sites.items():
             score = score_of(name, fn, value)
@@ -182,7 +189,7 @@ def _moves(fn: Any) -> bool:
         return _has_graph(fn.v)
     if isinstance(fn, dist.Empirical):
         return _has_graph(fn._samples)
-    if any(_moves(vars(fn)[part]) for part in PARTS if part in vars(fn)):
+    if any(_moves(vars(fn)[part]) for part in COMPONENTS if part in vars(fn)):
         return True
     support = getattr_static(type(fn), "support")
     if isinstance(support, constraints.Constraint) and not constraints.is_dependent(support):

@@ -1,4 +1,4 @@
-"""Climbing a likelihood that is known by noisy scores: Newton's steps, judged against the noise."""
+"""Fisher scoring: climbing a likelihood by noisy scores, with steps that are judged against the noise."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from cpomdp_ppl.rng import seed_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NOISE = 0.02
-"""The variance of the estimate by random numbers, as a part of that by episodes, that is good enough."""
+SMALL_NOISE = 0.02
+"""Variance of the estimate by random numbers that is small enough, as a share of that by episodes."""
 
 MOST_FILTERS = 128
-"""For one step, at the most."""
+"""Number of filters for one step, at the most."""
 
 Scores: TypeAlias = "Callable[[Tensor, int], tuple[Tensor, Tensor]]"
-"""From u and a seed to the log-likelihood of every episode, `[B]`, and its score, `[B, P]`."""
+"""A function from u and a seed to the log-likelihood of every episode, `[B]`, and its score, `[B, P]`."""
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What R filters with random numbers of their own say at a point.
+class ScoreEstimate:
+    """The score at a point, as estimated by R filters with different random numbers.
 
     Attributes:
-        value: The logarithm of their mean likelihood.
-        gradient: Its gradient, `[P]`.
-        noise: The covariance of that gradient by random numbers, `[P, P]`.
+        value: Logarithm of the mean likelihood of the filters.
+        gradient: Gradient of that, `[P]`.
+        noise: Covariance of the gradient by random numbers, `[P, P]`.
         squares: `Σ_b s_b s_bᵀ` of the mean scores of episodes, `[P, P]`; less the noise, the information.
     """
 
@@ -42,10 +42,10 @@ class Scored:
     squares: Tensor
 
     def covariance(self) -> Tensor:
-        """Of an estimate one step from here, `[P, P]`; NaN if there is no more than noise in some direction.
+        """Covariance of an estimate one step from here, `[P, P]`; NaN if a direction has nothing but noise.
 
-        The inverse of the information, in which what noise adds to the squares is taken off, and what noise
-        adds to the step.
+        It is the inverse of the information, without what noise adds to the squares, and what noise adds to
+        the step.
         """
         inverse = inverse_of(self.squares - self.noise)
         if bool(inverse_of(self.squares - 2 * self.noise).isnan().any()):
@@ -53,11 +53,11 @@ class Scored:
         return inverse + inverse @ self.noise @ inverse
 
 
-def scored(scores: Scores, u: Tensor, seeds: list[int]) -> Scored:
-    """Ask filters for the scores at u, one for each seed.
+def estimate_score(scores: Scores, u: Tensor, seeds: list[int]) -> ScoreEstimate:
+    """Estimate the score at u by one filter for each seed.
 
-    Each counts by the likelihood that it found, as if all were one filter of as many particles together: the
-    score of one is biased, because it does not go with its likelihood, and this is less so.
+    Each counts by the likelihood that it found, as if all were one filter with all their particles. The score
+    of a single filter is biased, because it is independent of its likelihood; this one is less so.
     """
     found = [scores(u, seed) for seed in seeds]
     R = len(found)
@@ -67,10 +67,10 @@ def scored(scores: Scores, u: Tensor, seeds: list[int]) -> Scored:
     mean = (weights * each).sum(0)
     off = (weights * (each - mean)).flatten(0, 1)
     value = (log_z.logsumexp(0) - math.log(R)).sum()
-    return Scored(float(value), mean.sum(0), off.mT @ off * (R / (R - 1)), mean.mT @ mean)
+    return ScoreEstimate(float(value), mean.sum(0), off.mT @ off * (R / (R - 1)), mean.mT @ mean)
 
 
-def settle(
+def climb_by_scores(
     scores: Scores,
     u: Tensor,
     iterations: int,
@@ -78,18 +78,27 @@ def settle(
     tolerance: float,
     seed: int,
     bar: Any,
-) -> tuple[Tensor, Scored, list[float], bool]:
-    """Fisher scoring with fresh random numbers for every step.
+) -> tuple[Tensor, ScoreEstimate, list[float], bool]:
+    """Climb by Fisher scoring, with fresh random numbers for every step.
 
     Where a step promises no more than its noise does, the filters are doubled, until noise is a small part of
     the standard errors.
 
+    Args:
+        scores: The scores of episodes.
+        u: Where to begin, `[P]`.
+        iterations: Number of steps, at the most.
+        longest: Length of the longest step.
+        tolerance: Gain in log-likelihood below which a step is not worth while.
+        seed: Seed of all random numbers.
+        bar: A progress bar.
+
     Returns:
-        Where it ended, what was known there, values by iteration, and whether noise is all that was left.
+        Where it ended, the score there, values by iteration, and whether noise is all that was left.
     """
     R, series = 2, []
     for k in range(iterations):
-        at = scored(scores, u, [seed_for(seed, k, r) for r in range(R)])
+        at = estimate_score(scores, u, [seed_for(seed, k, r) for r in range(R)])
         inverse = pseudo_inverse(at.squares, 1e-7)
         step = inverse @ at.gradient
         promised, by_noise = 0.5 * float(at.gradient @ step), 0.5 * float((inverse * at.noise).sum())
@@ -98,7 +107,7 @@ def settle(
         bar.set_postfix(log_likelihood=f"{at.value:.3f}")
         u = u + step * min(1.0, longest / max(float(step.norm()), 1e-300))
         if promised <= tolerance + 3 * by_noise:
-            if 2 * by_noise <= NOISE * len(u):
+            if 2 * by_noise <= SMALL_NOISE * len(u):
                 bar.update(iterations - k - 1)
                 return u, at, series, True
             if R == MOST_FILTERS:
@@ -109,7 +118,7 @@ def settle(
 
 
 def inverse_of(information: Tensor) -> Tensor:
-    """Of the information about u, if it is positive in all directions; NaN otherwise."""
+    """The inverse of the information about u, if it is positive in all directions; NaN otherwise."""
     scale = information.diagonal().abs().sqrt().clamp(min=1e-300)
     correlation = information / torch.outer(scale, scale)
     if not float(torch.linalg.eigvalsh(correlation).min()) > 1e-7 or float(scale.min()) < 1e-4:

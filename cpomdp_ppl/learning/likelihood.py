@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pyro.poutine as poutine
 import torch
@@ -14,18 +12,17 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, require
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
+from cpomdp_ppl.inference.backend import require_same_sites
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.learning.differentiable import differentiable, episodes_with_graph
 from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants
-from cpomdp_ppl.rng import isolated, seed_for
+from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference import ParticleFilter
     from cpomdp_ppl.inference.backend import Backend, Recursion
     from cpomdp_ppl.model import CPOMDP
 
@@ -62,7 +59,7 @@ def log_likelihood(
         likelihood: `"ekf"`, `"ukf"`, `"exact"`, `"grid"`, `"smc"`, or a backend of these kinds.
         use_contexts: Whether to take `log P(c_b) p(o_b | a_b, c_b)` for the episodes whose context is known:
             `episodes.contexts`, in which a negative number stands for one that is not.
-        seed: Of the random numbers of `"smc"`; None takes fresh ones, as stochastic gradients would.
+        seed: Seed of the random numbers of `"smc"`; None takes fresh ones, as stochastic gradients would.
 
     Returns:
         A scalar, float64, that can be differentiated once.
@@ -86,7 +83,7 @@ def log_likelihood(
         True
     """
     parameters = learnable(model)
-    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts, seed=seed)
+    objective = LogLikelihood(model, episodes, likelihood, use_contexts=use_contexts, seed=seed)
     values = {one.name: one.value for one in parameters}
     at = {name: value.detach().double() for name, value in values.items()}
     if not torch.is_grad_enabled():
@@ -98,7 +95,7 @@ def log_likelihood(
     return value
 
 
-class Objective:
+class LogLikelihood:
     """The log-likelihood of episodes as a function of a model's parameters.
 
     Args:
@@ -106,7 +103,7 @@ class Objective:
         episodes: What was done and seen.
         likelihood: A backend that can be differentiated, or its name.
         use_contexts: Whether to condition on contexts that are known.
-        seed: Of random numbers.
+        seed: Seed of the random numbers of a backend that draws some.
     """
 
     def __init__(
@@ -131,7 +128,7 @@ class Objective:
             return self._sum(at)[0]
 
     def value_and_gradient(self, at: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same, and its gradient by each of them."""
+        """The log-likelihood at parameters in float64, and its gradient by each of them."""
         with torch.enable_grad():
             value, gradient = self._sum({name: x.detach().clone().requires_grad_() for name, x in at.items()})
         self._require_finite(at, gradient)
@@ -143,18 +140,8 @@ class Objective:
         values, scores = [], []
         with torch.enable_grad():
             for value in self._batches(at, seed):
-                weights = torch.ones_like(value).requires_grad_()
-                found = torch.autograd.grad(
-                    value, list(at.values()), weights, create_graph=True, materialize_grads=True
-                )
-                # Linear in the weights: its derivatives by them are those of the episodes.
-                totals = torch.cat([x.reshape(-1) for x in found])  # [P]
-                columns = [
-                    torch.autograd.grad(total, weights, retain_graph=True, materialize_grads=True)[0]
-                    for total in totals
-                ]
+                scores.append(_score_of_each(value, list(at.values())))
                 values.append(value.detach())
-                scores.append(torch.stack(columns, -1))
         columns = torch.cat(scores).split([x.numel() for x in at.values()], -1)
         self._require_finite(at, dict(zip(at, columns, strict=True)))
         return torch.cat(values), torch.cat(scores)
@@ -182,7 +169,7 @@ class Objective:
         return total, dict(zip(at, gradients, strict=True)) if leaves else {}
 
     def _batches(self, at: Mapping[str, Tensor], seed: int | None) -> Iterator[Tensor]:
-        """The log-likelihoods of some episodes after others, with their graph."""
+        """Yield the log-likelihoods of batches of episodes, `[B]`, with their graph."""
         set_constants(self.copy, at)
         with _computing(self.copy, seed):
             recursion = differentiable(self.backend, self.copy)
@@ -205,7 +192,7 @@ def _computing(model: CPOMDP, seed: int | None) -> Iterator[None]:
 
 
 def log_likelihoods(recursion: Recursion, episodes: Episodes, offset: int = 0) -> Tensor:
-    """`log p(o | a, c)` of a batch of episodes, `[B, C]`: a fold over time that keeps nothing else.
+    """`log p(o | a, c)` of a batch of episodes, `[B, C]`, with a graph if the recursion has one.
 
     Raises:
         DegenerateWeightsError: If no context can have produced an episode.
@@ -216,12 +203,22 @@ def log_likelihoods(recursion: Recursion, episodes: Episodes, offset: int = 0) -
 
 
 def marginal(per_context: Tensor, log_prior: Tensor, known: Tensor | None, offset: int = 0) -> Tensor:
-    """`log Σ_c P(c) p(o | a, c)` of `[B, C]`; of the known contexts alone, where they are (`[B]`, or −1)."""
+    """`log Σ_c P(c) p(o | a, c)` of every episode, `[B]`.
+
+    Args:
+        per_context: `log p(o | a, c)`, `[B, C]`.
+        log_prior: `log P(c)`, `[C]`.
+        known: Contexts that are known, `[B]`, and −1 where they are not; None if none are.
+        offset: Number of the first of these episodes, for messages.
+
+    Raises:
+        DegenerateWeightsError: If no context that the prior allows can have produced an episode.
+    """
     joint = per_context + log_prior.double()
     total = joint.logsumexp(-1)
     if known is not None:
-        told = joint.gather(-1, known.clamp(min=0)[:, None])[:, 0]
-        total = torch.where(known >= 0, told, total)
+        of_known = joint.gather(-1, known.clamp(min=0)[:, None])[:, 0]
+        total = torch.where(known >= 0, of_known, total)
     impossible = ~torch.isfinite(total)
     if bool(impossible.any()):
         b = int(impossible.nonzero()[0]) + offset
@@ -246,71 +243,13 @@ def known_contexts(model: CPOMDP, episodes: Episodes) -> Tensor:
     return contexts
 
 
-class Estimator:
-    """An estimate of the log-likelihood by any backend, at parameters that may change: for random walks.
-
-    Episodes are in blocks, each with random numbers of its own, so that some can be renewed without others.
-
-    Args:
-        model: The CPOMDP, of which a copy is made.
-        episodes: What was done and seen.
-        backend: Its estimate of each likelihood is unbiased, or exact.
-        use_contexts: Whether to condition on contexts that are known.
-        blocks: How many; not more than there are episodes.
-
-    Attributes:
-        impossible: Why the last estimate that was minus infinity was, in words.
-    """
-
-    def __init__(
-        self, model: CPOMDP, episodes: Episodes, backend: Backend, *, use_contexts: bool, blocks: int = 1
-    ) -> None:
-        self.backend, self.episodes = backend, episodes
-        parameters = learnable(model)
-        self.types = {one.name: one.value.dtype for one in parameters}
-        self.copy = constant_copy(model, list(self.types))
-        self.contexts = known_contexts(model, episodes) if use_contexts else None
-        B = len(episodes)
-        G = min(blocks, B)
-        self.bounds = [(g * B // G, (g + 1) * B // G) for g in range(G)]
-        self.impossible = ""
-        self._size: int | None = None
-
-    def with_particles(self, num_particles: int) -> Estimator:
-        """The same by a particle filter with so many particles."""
-        other = copy(self)
-        other.backend = replace(cast("ParticleFilter", self.backend), num_particles=num_particles)
-        other._size = None
-        return other
-
-    def __call__(self, at: Mapping[str, Tensor], seed: int) -> float:
-        """An estimate of it all; minus infinity if no particle of an episode is where it was."""
-        return sum(self.per_block(at, {g: seed_for(seed, g) for g in range(len(self.bounds))}).values())
-
-    def per_block(self, at: Mapping[str, Tensor], seeds: Mapping[int, int]) -> dict[int, float]:
-        """An estimate for each of some blocks, with the random numbers that follow from its seed."""
-        set_constants(self.copy, {name: value.detach().to(self.types[name]) for name, value in at.items()})
-        estimates = {}
-        with inference_scope(self.copy, 0):
-            recursion = self.backend.recursion(self.copy)
-            if self._size is None:
-                require_same_sites(recursion, self.episodes)
-                self._size = self.backend.episodes_at_once(self.copy, recursion)
-            log_prior = self.copy.prior().log()
-            for g, seed in seeds.items():
-                with isolated(seed):
-                    estimates[g] = self._block(recursion, log_prior, *self.bounds[g], self._size)
-        return estimates
-
-    def _block(self, recursion: Recursion, log_prior: Tensor, first: int, end: int, size: int) -> float:
-        total = 0.0
-        for start in range(first, end, size):
-            part = slice(start, min(start + size, end))
-            known = None if self.contexts is None else self.contexts[part]
-            try:
-                per_context = log_likelihoods(recursion, self.episodes[part], start)
-                total += float(marginal(per_context, log_prior, known, start).sum())
-            except DegenerateWeightsError as error:
-                self.impossible = str(error)
-                return -float("inf")
-        return total
+def _score_of_each(values: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Gradients `[B, P]` of values `[B]` by parameters with P numbers in all."""
+    weights = torch.ones_like(values).requires_grad_()
+    found = torch.autograd.grad(values, parameters, weights, create_graph=True, materialize_grads=True)
+    # The weighted gradient is linear in the weights: its derivatives by them are the gradients of each value.
+    totals = torch.cat([x.reshape(-1) for x in found])  # [P]
+    columns = [
+        torch.autograd.grad(total, weights, retain_graph=True, materialize_grads=True)[0] for total in totals
+    ]
+    return torch.stack(columns, -1)

@@ -1,4 +1,4 @@
-"""Constants of a model by maximum likelihood, and how well episodes tell them."""
+"""Constants of a model by maximum likelihood, with standard errors."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ from cpomdp_ppl.errors import (
     require_count,
     require_number,
 )
-from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.learning.fisher_scoring import inverse_of, settle
-from cpomdp_ppl.learning.likelihood import Objective
+from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.learning.bfgs import climb
+from cpomdp_ppl.learning.fisher_scoring import climb_by_scores, inverse_of
+from cpomdp_ppl.learning.likelihood import LogLikelihood
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, with_parameters
 from cpomdp_ppl.rng import fresh_seed, isolated, require_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.learning.bfgs import ValueAndGradient
     from cpomdp_ppl.model import CPOMDP
 
-STEP = 1e-2
-"""Of the differences of gradients that make the information matrix, on the unconstrained scale."""
+DIFFERENCE_STEP = 1e-2
+"""Step of the differences of gradients that make the information matrix, on the unconstrained scale."""
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What maximum likelihood found.
+    """Constants of a model as estimated by maximum likelihood.
 
     Attributes:
         model: A copy of the model with the values for constants; see `with_parameters`.
-        values: By parameter, on its own scale, float64.
-        standard_errors: Of those, by the observed information and the delta method; NaN where the
-            log-likelihood is flat or not at a maximum, so that episodes do not tell the value. Of `"smc"`, by
-            the squares of scores, with what is left of the noise; NaN where noise is half of them.
-        log_likelihood: By iteration, from the start on, of the run that ended highest. Of `"smc"`, estimates:
-            too high as long as random numbers are kept, as the climb makes the best of them, too.
+        values: Estimates by parameter, on its own scale, float64.
+        standard_errors: Standard errors of those, by the observed information and the delta method; NaN where
+            the log-likelihood is flat or not at a maximum, so that episodes do not tell the value. Those of
+            `"smc"` are by the squares of scores, with what is left of the noise; NaN where noise is half of
+            them.
+        log_likelihood: Log-likelihood by iteration, from the start on, of the run that ended highest. With
+            `"smc"` these are estimates, which are too high as long as random numbers are kept, since the
+            climb makes the best of them, too.
         converged: Whether that run ended because nothing was left to gain, or noise alone.
-        ends: Where each start led to: the last log-likelihood of each.
+        ends: The last log-likelihood of each start.
         unconstrained: The maximum u on the unconstrained scale, `[P]`.
         covariance: The inverse of the information there, `[P, P]`; NaN if there is none.
         labels: A name for every number, in the order in which values follow each other.
@@ -115,16 +119,16 @@ def maximum_likelihood(
         model: The CPOMDP, which is left alone, as is Pyro's param store.
         episodes: What was done and seen.
         likelihood: A backend that can be differentiated, or its name; see `log_likelihood`.
-        iterations: At most so many, of each start.
-        learning_rate: The longest step on the unconstrained scale; 1 changes a positive parameter by a
-            factor of e at most.
-        tolerance: It has converged if a further step promises less than this gain in log-likelihood.
-        starts: How many times to climb: from the model's own values first, then from others about them, at
+        iterations: Number of iterations of each start, at the most.
+        learning_rate: Length of the longest step on the unconstrained scale; 1 changes a positive parameter
+            by a factor of e at most.
+        tolerance: Gain in log-likelihood below which a further step is not worth while.
+        starts: Number of times to climb: first from the model's values, then from others around them, at
             distances drawn from a standard normal on the unconstrained scale. Contexts may be mistaken for
             each other, and that is a maximum, too.
-        initial: Values to start from, instead of the model's own, for some or all parameters.
+        initial: Values to start from, instead of the model's, for some or all parameters.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
-        seed: Of the further starts, and of the random numbers of `"smc"`.
+        seed: Seed of the further starts, and of the random numbers of `"smc"`.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -150,50 +154,33 @@ def maximum_likelihood(
     require_number("tolerance", tolerance, "a positive number", above=0)
     require_seed(seed)
     space = Unconstrained(learnable(model), initial)
-    noisy = isinstance(as_backend(likelihood), ParticleFilter)
+    noisy = as_backend(likelihood).draws
     number = fresh_seed(seed) if noisy else 0
-    objective = Objective(model, episodes, likelihood, use_contexts=use_contexts, seed=number)
-
-    def climbed(u: Tensor) -> tuple[float, Tensor]:
-        """The log-likelihood at u and its gradient, `[P]`."""
-        with torch.enable_grad():
-            u = u.detach().requires_grad_()
-            values = space.values(u)
-            value, slopes = objective.value_and_gradient(values)
-            surrogate = torch.stack([(values[name] * slopes[name]).sum() for name in values]).sum()
-            (gradient,) = torch.autograd.grad(surrogate, u)
-        return float(value), gradient
-
-    def scores(u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """The log-likelihoods of the episodes at u, `[B]`, and their gradients, `[B, P]`."""
-        values, by_value = objective.scores(space.values(u), seed)
-        jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)
-        return values, by_value @ jacobian
-
+    likelihood_of = _UnconstrainedLikelihood(
+        LogLikelihood(model, episodes, likelihood, use_contexts=use_contexts, seed=number), space
+    )
     with isolated(seed):
         others = [space.start + torch.randn(len(space), dtype=torch.float64) for _ in range(starts - 1)]
     runs = []
     with tqdm(total=iterations * (starts + noisy), disable=not progress, desc="maximum likelihood") as bar:
         for which, u in enumerate([space.start, *others]):
             try:
-                runs.append(_climb(climbed, u, iterations, learning_rate, tolerance, bar))
+                runs.append(climb(likelihood_of, u, iterations, learning_rate, tolerance, bar))
             except (DegenerateWeightsError, DensityError):
-                if which == 0:  # whoever draws a start at random has to live with bad ones
+                if which == 0:  # starts that are drawn at random may be bad ones
                     raise
         u, series, converged = max(runs, key=lambda run: run[1][-1])
         if noisy:
-            u, at, more, converged = settle(scores, u, iterations, learning_rate, tolerance, number, bar)
+            u, score, more, converged = climb_by_scores(
+                likelihood_of.scores, u, iterations, learning_rate, tolerance, number, bar
+            )
             series = series + more
-    covariance = at.covariance() if noisy else _covariance(climbed, u)
-    jacobian: Any = torch.autograd.functional.jacobian(space.vector, u)
-    error = (jacobian @ covariance @ jacobian.mT).diagonal().sqrt()
+    covariance = score.covariance() if noisy else _covariance(likelihood_of, u)
     values = {name: value.detach() for name, value in space.values(u).items()}
-    sizes = [value.numel() for value in values.values()]
-    errors = dict(zip(values, error.split(sizes), strict=True))
     return Estimate(
         with_parameters(model, values),
         values,
-        {name: part.reshape(values[name].shape) for name, part in errors.items()},
+        _standard_errors(space, u, covariance),
         torch.tensor(series, dtype=torch.float64),
         converged,
         torch.tensor([run[1][-1] for run in runs], dtype=torch.float64),
@@ -203,80 +190,49 @@ def maximum_likelihood(
     )
 
 
-def _climb(
-    function: Callable[[Tensor], tuple[float, Tensor]],
-    u: Tensor,
-    iterations: int,
-    longest: float,
-    tolerance: float,
-    bar: Any,
-) -> tuple[Tensor, list[float], bool]:
-    """BFGS with steps of bounded length. Returns the highest point, values by iteration, and convergence."""
-    value, g = function(u)
-    series, eye = [value], torch.eye(len(u), dtype=u.dtype)
-    H = eye / max(1.0, float(g.norm()))  # inverse of the negative Hessian, as far as is known
-    fresh = True
-    for done in range(iterations):
-        direction = H @ g
-        promised = 0.5 * float(g @ direction)  # what a quadratic function has left to gain
-        if promised < tolerance and not fresh:
-            return _ended(u, series, True, bar, iterations - done)
-        if float(g.norm()) == 0.0:
-            return _ended(u, series, True, bar, iterations - done)
-        direction = direction * min(1.0, longest / float(direction.norm()))
-        found = _line_search(function, u, value, g, direction)
-        if found is None:
-            if fresh:  # along the gradient itself nothing is to be gained
-                return _ended(u, series, promised < tolerance, bar, iterations - done)
-            H, fresh = eye / max(1.0, float(g.norm())), True
-            bar.update()
-            series.append(value)
-            continue
-        after, value, g_after = found
-        s, y = after - u, g - g_after  # the function is climbed, so y is along s
-        curvature = float(s @ y)
-        if curvature > 1e-10 * float(s.norm() * y.norm()):
-            if fresh:
-                H = eye * curvature / float(y @ y)
-            left = eye - torch.outer(s, y) / curvature
-            H = left @ H @ left.mT + torch.outer(s, s) / curvature
-            fresh = False
-        u, g = after, g_after
-        series.append(value)
-        bar.update()
-        bar.set_postfix(log_likelihood=f"{value:.3f}")
-    return u, series, False
+class _UnconstrainedLikelihood:
+    """The log-likelihood as a function of unconstrained parameters u `[P]`."""
+
+    def __init__(self, likelihood: LogLikelihood, space: Unconstrained) -> None:
+        self.likelihood, self.space = likelihood, space
+
+    def __call__(self, u: Tensor) -> tuple[float, Tensor]:
+        """The log-likelihood at u and its gradient, `[P]`."""
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            values = self.space.values(u)
+            value, slopes = self.likelihood.value_and_gradient(values)
+            surrogate = torch.stack([(values[name] * slopes[name]).sum() for name in values]).sum()
+            (gradient,) = torch.autograd.grad(surrogate, u)
+        return float(value), gradient
+
+    def scores(self, u: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """The log-likelihoods of the episodes at u, `[B]`, and their gradients, `[B, P]`."""
+        values, by_value = self.likelihood.scores(self.space.values(u), seed)
+        return values, by_value @ _jacobian(self.space, u)
 
 
-def _ended(
-    u: Tensor, series: list[float], converged: bool, bar: Any, left: int
-) -> tuple[Tensor, list[float], bool]:
-    bar.update(left)
-    return u, series, converged
-
-
-def _line_search(
-    function: Callable[[Tensor], tuple[float, Tensor]], u: Tensor, value: float, g: Tensor, direction: Tensor
-) -> tuple[Tensor, float, Tensor] | None:
-    """Halve a step until it gains enough; None if none does."""
-    promised = float(g @ direction)
-    for _ in range(12):
-        try:
-            after, gradient = function(u + direction)
-        except (DegenerateWeightsError, DensityError):
-            after = -math.inf
-        if after >= value + 1e-4 * promised:
-            return u + direction, after, gradient
-        direction, promised = direction / 2, promised / 2
-    return None
-
-
-def _covariance(function: Callable[[Tensor], tuple[float, Tensor]], u: Tensor) -> Tensor:
+def _covariance(function: ValueAndGradient, u: Tensor) -> Tensor:
     """The inverse of the observed information at u, by central differences of gradients; NaN if none."""
-    unit = torch.eye(len(u), dtype=u.dtype) * STEP
+    steps = torch.eye(len(u), dtype=u.dtype) * DIFFERENCE_STEP
     try:
-        rows = [(function(u - e)[1] - function(u + e)[1]) / (2 * STEP) for e in unit]
+        rows = [(function(u - e)[1] - function(u + e)[1]) / (2 * DIFFERENCE_STEP) for e in steps]
     except (DegenerateWeightsError, DensityError):
-        return torch.full_like(unit, torch.nan)
+        return torch.full_like(steps, torch.nan)
     information = torch.stack(rows)
     return inverse_of((information + information.mT) / 2)
+
+
+def _standard_errors(space: Unconstrained, u: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+    """Standard errors of all parameters on their own scales, by the delta method."""
+    jacobian = _jacobian(space, u)
+    error = (jacobian @ covariance @ jacobian.mT).diagonal().sqrt()
+    values = space.values(u)
+    parts = error.split([value.numel() for value in values.values()])
+    return {name: part.reshape(values[name].shape) for name, part in zip(values, parts, strict=True)}
+
+
+def _jacobian(space: Unconstrained, u: Tensor) -> Tensor:
+    """Derivatives of all parameters by u."""
+    jacobian: Tensor = torch.autograd.functional.jacobian(space.vector, u)
+    return jacobian

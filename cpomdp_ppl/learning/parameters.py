@@ -25,9 +25,9 @@ class Learnable:
     """A `PyroParam` of a model.
 
     Attributes:
-        name: With the names of the modules that it is in, as in Pyro's param store: `sensor.accuracy`.
-        value: On its own scale, with a graph to the leaf that Pyro keeps.
-        constraint: Where it may lie.
+        name: Name with the names of the modules that it is in, as in Pyro's param store: `sensor.accuracy`.
+        value: Value on its own scale, with a graph to the leaf that Pyro keeps.
+        constraint: Where the value may lie.
     """
 
     name: str
@@ -71,12 +71,12 @@ def _names(module: PyroModule) -> list[str]:
 def with_parameters(model: CPOMDP, values: Mapping[str, Any]) -> CPOMDP:
     """A copy of a model in which parameters are constants of given values.
 
-    They are no `PyroParam`s any more, so nothing in Pyro's param store can take their place, and whoever
-    plans with the copy does not move them. Parameters that are not named stay what they are.
+    They are no longer `PyroParam`s, so nothing in Pyro's param store can take their place, and a solver that
+    is given the copy does not move them. Parameters that are not named stay what they are.
 
     Args:
         model: The CPOMDP, which is left alone.
-        values: By parameter, numbers or tensors on its own scale: an estimate, or one draw of a posterior.
+        values: Numbers or tensors by parameter, on its own scale: an estimate, or one draw of a posterior.
 
     Raises:
         ValueError: On names that are none of a parameter, and on values of another shape or out of bounds.
@@ -108,7 +108,7 @@ def constant_copy(model: CPOMDP, names: Sequence[str]) -> CPOMDP:
 def set_constants(copy: CPOMDP, values: Mapping[str, Tensor]) -> None:
     """Give a `constant_copy` tensors in place of its parameters, which may have a graph."""
     for (module, name), value in zip(_places(copy, values), values.values(), strict=True):
-        vars(module)[name] = value  # no PyroModule has its say on what is in the dict
+        vars(module)[name] = value  # a PyroModule does not intercept what is in its dict
 
 
 def _detached(model: CPOMDP, names: Any) -> CPOMDP:
@@ -135,11 +135,15 @@ def require_names(argument: str, given: Any, known: Mapping[str, Any]) -> None:
 
 
 def proper_value(argument: str, parameter: Learnable, value: Any) -> Tensor:
-    """A value for a parameter as a tensor of its own type, if it can be one."""
-    own = parameter.value
-    tensor = torch.as_tensor(value, dtype=own.dtype, device=own.device).detach().clone()
+    """A value for a parameter as a tensor of the parameter's type.
+
+    Raises:
+        ValueError: If it has another shape, or is out of bounds.
+    """
+    like = parameter.value
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach().clone()
     where = f"{argument}['{parameter.name}']"
-    require(tensor.shape == own.shape, where, list(tensor.shape), f"a value of shape {list(own.shape)}")
+    require(tensor.shape == like.shape, where, list(tensor.shape), f"a value of shape {list(like.shape)}")
     inside = bool(torch.isfinite(tensor).all()) and bool(parameter.constraint.check(tensor).all())
     require(inside, where, tensor.tolist(), f"a finite value that is {parameter.constraint}")
     return tensor
@@ -149,7 +153,8 @@ class Unconstrained:
     """All parameters as one vector u of real numbers, by Pyro's bijections to their constraints.
 
     Args:
-        parameters: What it is made of.
+        parameters: The parameters.
+        initial: Values to start from, for some or all of them, in place of those that they have.
 
     Attributes:
         start: Where the parameters are now, float64 `[P]`.
@@ -157,7 +162,7 @@ class Unconstrained:
     """
 
     def __init__(self, parameters: Sequence[Learnable], initial: Mapping[str, Any] | None = None) -> None:
-        # Without the graph, and what else Pyro ties to a value: other processes are to have this, too.
+        # Without the graph, and what else Pyro ties to a value: this is sent to other processes, too.
         self.parameters = [replace(one, value=one.value.detach()) for one in parameters]
         known = {one.name: one for one in self.parameters}
         require_names("initial", initial or {}, known)
@@ -194,7 +199,7 @@ class Unconstrained:
         return {one.name: transform(part) for one, transform, part in self._parts(u)}
 
     def vector(self, u: Tensor) -> Tensor:
-        """The same, side by side."""
+        """The parameters at u as one vector."""
         return torch.cat([value.reshape(-1) for value in self.values(u).values()])
 
     def log_jacobian(self, u: Tensor) -> Tensor:

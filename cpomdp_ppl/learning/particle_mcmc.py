@@ -17,10 +17,11 @@ from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count, require_number
 from cpomdp_ppl.experiments.execute import one_thread, require_workers
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.learning import chains as side_by_side
-from cpomdp_ppl.learning.likelihood import Estimator
-from cpomdp_ppl.learning.metropolis import REPLICATE, Step, Target, Walk
+from cpomdp_ppl.learning.block_likelihood import BlockLikelihood
+from cpomdp_ppl.learning.chains import advance
+from cpomdp_ppl.learning.metropolis import MetropolisStep, Walk
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, require_names
+from cpomdp_ppl.learning.posterior import FOR_REPLICATE, Posterior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
 
-REPLICATES = 20
-"""Estimates at the mode whose spread tells how noisy they are."""
+NUM_REPLICATES = 20
+"""Number of estimates at the mode whose spread tells how noisy they are."""
 
-NOISY = 1.7
+LARGE_NOISE = 1.7
 """Standard deviation of the estimate of a block above which chains stick."""
 
 
@@ -94,25 +95,25 @@ def particle_marginal_metropolis_hastings(
         episodes: What was done and seen.
         prior: A distribution for every parameter, on its own scale. One for a single number serves all
             numbers of a parameter, independently.
-        num_particles: For every episode and context.
+        num_particles: Number of particles for every episode and context.
         likelihood: A backend to take in place of the bootstrap filter with `num_particles`: a guided one, or
             one without noise, which makes this plain Metropolis–Hastings.
-        chains: Independent of each other.
-        draws: Of each chain, after warm-up.
-        warm_up: Steps of each chain that are not kept.
-        initial: Values to start about, in place of the model's own. A chain that finds an estimate of zero
+        chains: Number of chains, which are independent of each other.
+        draws: Number of draws of each chain, after warm-up.
+        warm_up: Number of steps of each chain that are not kept.
+        initial: Values to start around, in place of the model's. A chain that finds an estimate of zero
             there starts at a draw from the prior at which it is not.
-        covariance: Of the posterior on the unconstrained scale, `[P, P]`, as far as it is known:
-            `Estimate.covariance`. Chains start at draws of twice its spread; without it, at draws with
-            standard deviations of 0.2.
+        covariance: Covariance of the posterior on the unconstrained scale, `[P, P]`, as far as it is known,
+            such as `Estimate.covariance`. Chains start at draws of twice its spread; without it, at draws
+            with standard deviations of 0.2.
         jumps: Share of proposals that are jumps, from 0 (a random walk) to 1. Before the end of warm-up there
             are none unless a `covariance` is given.
-        blocks: Of episodes, which have their random numbers renewed in turn. More of them need fewer
-            particles, but take longer to go round. A backend without noise has no use for them.
-        workers: In how many processes chains run; more than one needs the extra `parallel`. None leaves it to
-            joblib's configuration; see `cpomdp_ppl.experiments.execute`. It makes no difference to the result.
+        blocks: Number of blocks of episodes, whose random numbers are renewed in turn. More of them need
+            fewer particles, but take longer to go round. A backend without noise has no use for them.
+        workers: Number of processes in which chains run; more than one needs the extra `parallel`. None
+            leaves it to joblib's configuration; see `cpomdp_ppl.experiments.execute`. The result is the same.
         use_contexts: Whether to condition on contexts that are known; see `log_likelihood`.
-        seed: Of everything random; left out, one is taken from fresh entropy. The attribute `seed` notes it.
+        seed: Seed of all random numbers; None takes a fresh one, which the attribute `seed` records.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -151,25 +152,43 @@ def particle_marginal_metropolis_hastings(
     backend = ParticleFilter(num_particles=num_particles) if likelihood is None else as_backend(likelihood)
     space = Unconstrained(learnable(model), initial)
     _require_prior(prior, space)
-    if covariance is not None:
-        P = len(space)
-        fits = isinstance(covariance, Tensor) and covariance.shape == (P, P)
-        fits = fits and bool(torch.isfinite(covariance).all())
-        fits = fits and int(torch.linalg.cholesky_ex(covariance.double())[1]) == 0
-        require(fits, "covariance", covariance, f"a positive definite matrix [{P}, {P}]")
-    noisy = isinstance(backend, ParticleFilter)
-    estimator = Estimator(model, episodes, backend, use_contexts=use_contexts, blocks=blocks if noisy else 1)
-    target = Target(space, prior, estimator, noisy)
+    _require_covariance(covariance, len(space))
+    estimates = BlockLikelihood(
+        model, episodes, backend, use_contexts=use_contexts, blocks=blocks if backend.draws else 1
+    )
+    posterior = Posterior(space, prior, estimates, noisy=backend.draws)
     walks = [Walk(space.start, covariance, jumps, warm_up, number, chain) for chain in range(chains)]
     with tqdm(total=chains * (warm_up + draws), disable=not progress, desc="PMMH") as bar:
-        runs, whole = side_by_side.run(target, walks, warm_up, draws, workers, bar)
-    if not whole:
+        runs, finished = advance(posterior, walks, warm_up, draws, workers, bar)
+    if not finished:
         warnings.warn(
             f"particle_marginal_metropolis_hastings: interrupted; here are {len(runs[0])} of "
             f"the {draws} draws of each chain",
             stacklevel=2,
         )
-    return wrapped(_groups(target, runs, number, backend, warm_up, whole))
+    noise = _noise(posterior, runs, number)
+    if noise["block_sd"] > LARGE_NOISE:
+        warnings.warn(f"particle_marginal_metropolis_hastings: {noise['advice']}", stacklevel=2)
+    attributes = {
+        "inference_library": "cpomdp_ppl",
+        "seed": number,
+        "warm_up": warm_up,
+        "interrupted": int(not finished),
+        "likelihood": repr(backend),
+        "acceptance": [float(np.mean([step.accepted for step in run])) for run in runs],
+        "renewal": [float(np.mean([step.renewed for step in run])) for run in runs],
+        **noise,
+    }
+    return wrapped(_groups(space, runs, attributes))
+
+
+def _require_covariance(covariance: Any, P: int) -> None:
+    if covariance is None:
+        return
+    fits = isinstance(covariance, Tensor) and covariance.shape == (P, P)
+    fits = fits and bool(torch.isfinite(covariance).all())
+    fits = fits and int(torch.linalg.cholesky_ex(covariance.double())[1]) == 0
+    require(fits, "covariance", covariance, f"a positive definite matrix [{P}, {P}]")
 
 
 def _require_prior(prior: Any, space: Unconstrained) -> None:
@@ -180,28 +199,25 @@ def _require_prior(prior: Any, space: Unconstrained) -> None:
         given = prior[name]
         proper = isinstance(given, torch.distributions.Distribution)
         require(proper, f"prior['{name}']", given, "a distribution")
-        shape, own = given.batch_shape + given.event_shape, one.value.shape
+        shape, expected = given.batch_shape + given.event_shape, one.value.shape
         try:
-            fits = torch.broadcast_shapes(shape, own) == own
+            fits = torch.broadcast_shapes(shape, expected) == expected
         except RuntimeError:
             fits = False
-        require(
-            fits, f"prior['{name}']", list(shape), f"a distribution of shape {list(own)}, or a single one"
-        )
+        kind = f"a distribution of shape {list(expected)}, or a single one"
+        require(fits, f"prior['{name}']", list(shape), kind)
 
 
 def _groups(
-    target: Target, runs: list[list[Step]], seed: int, backend: Backend, warm_up: int, whole: bool
+    space: Unconstrained, runs: list[list[MetropolisStep]], attributes: dict[str, Any]
 ) -> dict[str, xr.Dataset]:
-    space = target.space
+    """The draws, and what is known about each step."""
     posterior = {}
     for name in space.values(space.start):
         drawn = torch.stack([torch.stack([space.values(s.point.u)[name] for s in run]) for run in runs])
         safe = variable(name, "parameter")
-        posterior[safe] = (
-            ("chain", "draw", *[f"{safe}_dim_{k}" for k in range(drawn.dim() - 2)]),
-            drawn.numpy(),
-        )
+        axes = ("chain", "draw", *[f"{safe}_dim_{k}" for k in range(drawn.dim() - 2)])
+        posterior[safe] = axes, drawn.numpy()
 
     def series(function: Any) -> tuple[tuple[str, str], np.ndarray[Any, Any]]:
         return ("chain", "draw"), np.array([[function(step) for step in run] for run in runs])
@@ -212,29 +228,6 @@ def _groups(
         "acceptance_rate": series(lambda s: s.probability),
         "log_likelihood": series(lambda s: s.point.log_likelihood),
     }
-    mode = max(
-        (step.point for run in runs for step in run), key=lambda point: point.log_prior + point.log_likelihood
-    )
-    values = space.values(mode.u)
-    with one_thread():
-        replicates = [target.estimator(values, seed_for(seed, REPLICATE, k)) for k in range(REPLICATES)]
-    sd = float(np.std(replicates, ddof=1)) if np.isfinite(replicates).all() else math.inf
-    block_sd = sd / len(target.estimator.bounds) ** 0.5
-    advice = _advice(block_sd, backend)
-    if block_sd > NOISY:
-        warnings.warn(f"particle_marginal_metropolis_hastings: {advice}", stacklevel=3)
-    attributes = {
-        "inference_library": "cpomdp_ppl",
-        "seed": seed,
-        "warm_up": warm_up,
-        "interrupted": int(not whole),
-        "likelihood": repr(backend),
-        "acceptance": [float(np.mean([step.accepted for step in run])) for run in runs],
-        "renewal": [float(np.mean([step.renewed for step in run])) for run in runs],
-        "log_likelihood_sd": sd,
-        "block_sd": block_sd,
-        "advice": advice,
-    }
     coordinates = {"chain": np.arange(len(runs)), "draw": np.arange(len(runs[0]))}
     return {
         "posterior": xr.Dataset(posterior, coordinates, attributes),
@@ -242,8 +235,23 @@ def _groups(
     }
 
 
+def _noise(posterior: Posterior, runs: list[list[MetropolisStep]], seed: int) -> dict[str, Any]:
+    """How noisy the estimates of the likelihood are at the mode, and what that means."""
+    likelihood = posterior.likelihood
+    mode = max(
+        (step.point for run in runs for step in run), key=lambda point: point.log_prior + point.log_likelihood
+    )
+    values = posterior.space.values(mode.u)
+    with one_thread():
+        replicates = [likelihood(values, seed_for(seed, FOR_REPLICATE, k)) for k in range(NUM_REPLICATES)]
+    sd = float(np.std(replicates, ddof=1)) if np.isfinite(replicates).all() else math.inf
+    block_sd = sd / len(likelihood.bounds) ** 0.5
+    advice = _advice(block_sd, likelihood.backend)
+    return {"log_likelihood_sd": sd, "block_sd": block_sd, "advice": advice}
+
+
 def _advice(sd: float, backend: Backend) -> str:
-    """What the noise of the estimate means for the number of particles: its variance goes as 1 / N."""
+    """Say what the noise of the estimate means for the number of particles N: its variance goes as 1 / N."""
     if not isinstance(backend, ParticleFilter):
         return f"the estimate of the log-likelihood has a standard deviation of {sd:.2g}"
     N = backend.num_particles
@@ -251,6 +259,6 @@ def _advice(sd: float, backend: Backend) -> str:
     if not math.isfinite(sd):
         return f"{said}: take many more"
     wanted = max(1, round(N * (sd / 1.3) ** 2))
-    if sd > NOISY:
+    if sd > LARGE_NOISE:
         return f"{said}, and chains stick: take about {wanted}"
     return f"{said}: about {wanted} would do" if sd < 0.9 else f"{said}, which is about right"

@@ -13,8 +13,8 @@ from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.learning import log_likelihood, maximum_likelihood
 from cpomdp_ppl.learning.fisher import _moves
-from cpomdp_ppl.learning.fisher_scoring import scored
-from cpomdp_ppl.learning.likelihood import Objective
+from cpomdp_ppl.learning.fisher_scoring import estimate_score
+from cpomdp_ppl.learning.likelihood import LogLikelihood
 from tests.learning.programs import ByHand, Cart, Constant, Door, Gauge, Walk
 from tests.learning.test_likelihood import values_of
 
@@ -23,12 +23,14 @@ FILTER = ParticleFilter(300)
 
 def filtered(model, episodes, backend=FILTER, seeds=60):
     """What filters say together of the score by the parameters."""
-    objective, at = Objective(model, episodes, backend, use_contexts=False), values_of(model)
-    return scored(lambda _, seed: objective.scores(at, seed), torch.zeros(()), list(range(seeds)))
+    objective, at = LogLikelihood(model, episodes, backend, use_contexts=False), values_of(model)
+    return estimate_score(lambda _, seed: objective.scores(at, seed), torch.zeros(()), list(range(seeds)))
 
 
 def gradient(model, episodes, backend):
-    found = Objective(model, episodes, backend, use_contexts=False).value_and_gradient(values_of(model))[1]
+    found = LogLikelihood(model, episodes, backend, use_contexts=False).value_and_gradient(values_of(model))[
+        1
+    ]
     return torch.cat([x.reshape(-1) for x in found.values()])
 
 
@@ -69,7 +71,7 @@ def test_value_is_that_of_the_filter_and_batches_add_up(monkeypatch):
     model = Gauge()
     episodes = simulate(model, RandomPolicy(2), 7, seed=0)
     at = values_of(model)
-    objective = Objective(model, episodes, FILTER, use_contexts=False, seed=3)
+    objective = LogLikelihood(model, episodes, FILTER, use_contexts=False, seed=3)
     value, slopes = objective.value_and_gradient(at)
     values, each = objective.scores(at, 3)
     assert objective.value(at).item() == pytest.approx(value.item(), rel=1e-12)

@@ -9,7 +9,7 @@ from torch.distributions import Bernoulli, MultivariateNormal, constraints
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import GridFilter, as_backend
 from cpomdp_ppl.learning import log_likelihood
-from cpomdp_ppl.learning.likelihood import Objective
+from cpomdp_ppl.learning.likelihood import LogLikelihood
 from cpomdp_ppl.learning.parameters import learnable
 from cpomdp_ppl.models import ContextualTiger, LightDark
 from tests.learning.programs import Alarm, Constant, Curved, Plane, Sensor, Walk, positive
@@ -66,7 +66,7 @@ def tiger():
 )
 def test_gradient_against_finite_differences(model, likelihood):
     episodes = simulate(model, RandomPolicy(model.num_actions), 12, seed=1)
-    objective = Objective(model, episodes, likelihood, use_contexts=False)
+    objective = LogLikelihood(model, episodes, likelihood, use_contexts=False)
     at = values_of(model)
     value, gradient = objective.value_and_gradient(at)
     filtering = as_backend(likelihood).run(model, episodes)
@@ -90,7 +90,7 @@ def test_gradient_against_finite_differences(model, likelihood):
 def test_batches_of_episodes_add_up(monkeypatch):
     model, at = Curved(), values_of(Curved())
     episodes = simulate(model, RandomPolicy(2), 7, seed=0)
-    objective = Objective(model, episodes, "ekf", use_contexts=False)
+    objective = LogLikelihood(model, episodes, "ekf", use_contexts=False)
     value, gradient = objective.value_and_gradient(at)
     monkeypatch.setattr("cpomdp_ppl.learning.likelihood.episodes_with_graph", lambda *_: 3)
     again, slopes = objective.value_and_gradient(at)
@@ -132,7 +132,9 @@ def test_impossible_contexts_have_no_gradient_instead_of_nan():
     zeros = torch.where(z.sum(1) > 0, -torch.inf, 0.0)
     expected = torch.stack([ones, zeros], -1).logsumexp(-1).sum() - 12 * torch.tensor(2.0).log()
     expected.backward()
-    _, gradient = Objective(model, episodes, "exact", use_contexts=False).value_and_gradient(values_of(model))
+    _, gradient = LogLikelihood(model, episodes, "exact", use_contexts=False).value_and_gradient(
+        values_of(model)
+    )
     assert gradient["accuracy"].item() == pytest.approx(accuracy.grad.item(), rel=1e-5)
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
-from cpomdp_ppl.learning.likelihood import Estimator
+from cpomdp_ppl.learning.block_likelihood import BlockLikelihood
 from cpomdp_ppl.models import LightDark
 from tests.learning.programs import Alarm, Constant, Window, positive
 
@@ -170,12 +170,12 @@ def test_blocks_of_an_estimate_have_their_own_random_numbers():
     model = LightDark(4, light_variance=positive(1.0))
     episodes = simulate(model, RandomPolicy(3), 7, seed=0)
     at = {"light_variance": torch.tensor(2.0).double()}
-    smc = Estimator(model, episodes, ParticleFilter(8), use_contexts=False, blocks=3)
+    smc = BlockLikelihood(model, episodes, ParticleFilter(8), use_contexts=False, blocks=3)
     both = smc.per_block(at, {0: 5, 2: 6})
     assert smc.per_block(at, {2: 6}) == {2: both[2]}
     assert smc.per_block(at, {0: 5, 2: 7})[0] == both[0]
     assert smc.per_block(at, {0: 5, 2: 7})[2] != both[2]
-    grid = Estimator(model, episodes, as_backend("grid"), use_contexts=True, blocks=3)
+    grid = BlockLikelihood(model, episodes, as_backend("grid"), use_contexts=True, blocks=3)
     per_block = grid.per_block(at, {0: 0, 1: 0, 2: 0})
     known = with_parameters(model, at)
     per_context = as_backend("grid").run(known, episodes).log_likelihood + known.prior().log()  # [B, C]
@@ -192,7 +192,7 @@ def test_workers_make_no_difference(monkeypatch):
     threads = torch.get_num_threads()
     runs = []
     for workers, seconds in ((1, 2.0), (2, 2.0), (2, 1e-9)):
-        monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND", seconds)
+        monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND_SECONDS", seconds)
         options = {**QUICK, "chains": 3, "workers": workers}
         prior = {"power": dist.Beta(2.0, 2.0)}
         runs.append(particle_marginal_metropolis_hastings(Alarm(), episodes, prior, seed=3, **options))
@@ -222,7 +222,7 @@ def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
     episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
     prior = {"power": dist.Beta(2.0, 2.0)}
     options = {**QUICK, "num_particles": 32, "warm_up": 3, "seed": 4, "workers": workers}
-    monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND", 0.2)
+    monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND_SECONDS", 0.2)
     monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", interrupting(2 * (3 + 2), 0.3))
     options["draws"] = 10**6
     with pytest.warns(UserWarning, match=r"interrupted; here are \d+ of"):
