@@ -8,7 +8,6 @@ from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
-    from baselines.learned import Learned
     from baselines.simple import Always
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
@@ -76,20 +75,14 @@ def _pomcp(model: CPOMDP, budget: Budget) -> Policy:
 def _rdpg(model: CPOMDP, budget: Budget) -> Policy:
     from baselines import rdpg
 
-    return _finished(rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress))
+    learned = rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
+    return learned.policy
 
 
 def _recurrent_ppo(model: CPOMDP, budget: Budget) -> Policy:
     from baselines import recurrent_ppo
 
-    return _finished(
-        recurrent_ppo.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
-    )
-
-
-def _finished(learned: Learned) -> Policy:
-    if not learned.finished:  # interrupted: what was learned so far is not what was asked for
-        raise KeyboardInterrupt
+    learned = recurrent_ppo.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
     return learned.policy
 
 

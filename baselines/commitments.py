@@ -47,7 +47,7 @@ def returns_of(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tenso
 
     Args:
         plans: The action at each time, `[G, T]`.
-        programs: The model's, as its particle filter runs them.
+        programs: The model's programs, as its particle filter runs them.
         states: Where play begins, leaves `[C, R, M, …]`.
         time: When, `[R]`; at the horizon T nothing is to be earned.
 
@@ -66,7 +66,7 @@ def returns_after(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Te
 
     Args:
         plans: The action at each time, `[G, T]`.
-        programs: The model's, as its particle filter runs them.
+        programs: The model's programs, as its particle filter runs them.
         states: Where the action is taken, leaves `[C, R, M, …]`.
         time: When, `[R]`, before the horizon.
 
@@ -88,7 +88,7 @@ def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor],
     """The mean return of open-loop play in every context, `[C, R]`.
 
     Args:
-        programs: The model's.
+        programs: The model's programs.
         states: Where it begins, leaves `[C, R, M, …]`.
         time: When, `[R]`.
         action_at: From times `[R]` to actions.

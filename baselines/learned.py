@@ -1,4 +1,4 @@
-"""What a learner returns."""
+"""What a learner returns, and what it raises when it is interrupted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,23 @@ class Learned:
         policy: What was learned.
         history: By the number of `episodes` played so far: `training_return`, the mean return of those since
             the number before, with all their exploration; and whatever else the learner keeps.
-        seconds: How long it took, evaluations and all.
-        finished: Whether it got to the end; not if it was interrupted.
+        seconds: How long it took, with evaluations.
+        finished: Whether all episodes were played; if not, learning was interrupted.
     """
 
     policy: Policy
     history: xr.Dataset
     seconds: float
     finished: bool
+
+
+class LearningInterrupted(KeyboardInterrupt):
+    """Ctrl-C while a policy was learned.
+
+    Attributes:
+        learned: What was learned until then.
+    """
+
+    def __init__(self, learned: Learned) -> None:
+        super().__init__(learned)
+        self.learned = learned

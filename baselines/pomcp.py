@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baselines.binning import UNSEEN, Binning
+from baselines.lockstep import LockStep, Rollout, Rows
 from baselines.pomdp_py_adapter import (
-    UNSEEN,
-    Binning,
     Choices,
-    LockStep,
     PlannerPOMCP,
     PlannerPOUCT,
-    Rollout,
-    Rows,
     agent,
     most_visited,
     particles,
@@ -48,7 +45,8 @@ if TYPE_CHECKING:
     import pomdp_py
     from numpy.typing import NDArray
 
-    from baselines.pomdp_py_adapter import Limits, RolloutsAsked, Scheme, Symbol
+    from baselines.binning import Limits, Scheme
+    from baselines.pomdp_py_adapter import RolloutsAsked, Symbol
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.inference.particle_filter import Cloud
     from cpomdp_ppl.model import CPOMDP
@@ -65,7 +63,7 @@ EPISODES_AT_ONCE = 512
 
 
 class _TreeSearch:
-    """What both have in common: settings, and planning for all episodes at once."""
+    """What POUCT and POMCP have in common: settings, and planning for all episodes at once."""
 
     kind: type[RolloutsAsked]
 
@@ -160,8 +158,9 @@ class POUCT(_TreeSearch):
             actions that are repeated for ever, or at random, show none of these profits.
         exploration: The constant of UCB1, on the scale of returns. Left out, twice the standard deviation of
             the return of random actions; three quarters of it with `"commitment"`, which is less noisy.
-        num_particles: Of the filter for each context, and of the belief that simulations start from.
-        seed: Of everything random; None takes fresh entropy.
+        num_particles: Particles of the filter for each context, and of the belief that simulations start
+            from.
+        seed: Seed of all random numbers; None takes fresh entropy.
 
     Example:
         >>> from cpomdp_ppl import simulate
@@ -235,7 +234,7 @@ class Trees:
     """What POMCP remembers. A step takes it over: the trees of the step before become part of the new ones.
 
     Attributes:
-        prior: Over contexts, `[B, C]`.
+        prior: Prior over contexts, `[B, C]`.
         agents: pomdp-py's, with belief and tree; none before the first step.
         deprived: Which episodes have ever lost their belief, bool `[B]`.
     """
@@ -262,8 +261,8 @@ class POMCP(_TreeSearch):
         scheme: `"uniform"` or `"quantile"`; see `POUCT`.
         rollout: `"blind"`, `"random"` or `"commitment"`; see `POUCT`.
         exploration: The constant of UCB1; see `POUCT`.
-        num_particles: Of the belief.
-        seed: Of everything random; None takes fresh entropy.
+        num_particles: Particles of the belief.
+        seed: Seed of all random numbers; None takes fresh entropy.
 
     Attributes:
         deprivation: How often a belief was lost so far. It decides nothing.

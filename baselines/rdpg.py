@@ -1,14 +1,14 @@
 """RDPG: recurrent deterministic policy gradient, on any CPOMDP.
 
 Heess, Hunt, Lillicrap and Silver, "Memory-based control with recurrent neural networks" (2015). An actor μ
-and a critic Q, each with a recurrent network of its own over the history, learn from replayed episodes,
+and a critic Q, each with its recurrent network over the history, learn from replayed episodes,
 
     Q(h_t, a_t) → r_t + γ Q'(h_{t+1}, μ'(h_{t+1}))    and    ∇_θ Σ_t Q(h_t, μ_θ(h_t)) = Σ_t ∇_a Q ∇_θ μ_θ,
 
-back through the whole of each, with target networks Q' and μ' that follow slowly. Actions of a CPOMDP are
-finitely many, where the paper's are continuous: here an action is a one-hot vector. When it is played for
-good, and in targets, μ is the action with the largest logit. When it is improved, it is a straight-through
-Gumbel-softmax sample, so that the gradient of Q by the action has a way into the logits.
+back through time, with target networks Q' and μ' that follow slowly. Actions of a CPOMDP are finitely many,
+where the paper's are continuous: here an action is a one-hot vector. Once learned, and in targets, μ is the
+action with the largest logit. While it is improved, it is a straight-through Gumbel-softmax sample, so that
+the gradient of Q by the action has a way into the logits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,7 +27,7 @@ import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, one_hot
 
-from baselines.learned import Learned
+from baselines.learned import Learned, LearningInterrupted
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.policy import RandomPolicy
@@ -50,7 +51,7 @@ Memory: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """How RDPG learns. One set of defaults serves all models: rewards are learned in units of their own.
+    """How RDPG learns. One set of defaults serves all models, as rewards are scaled before they are learned.
 
     Attributes:
         hidden: How many hidden units H either network has.
@@ -61,15 +62,15 @@ class Settings:
         batch_size: How many episodes of the replay buffer go into a step.
         capacity: How many episodes the replay buffer holds before the oldest have to go.
         discount: γ. With 1, nothing is discounted; after the horizon there is nothing to come in any case.
-        actor_rate: Of Adam.
-        critic_rate: Of Adam.
+        actor_rate: Learning rate of the actor, for Adam.
+        critic_rate: Learning rate of the critic, for Adam.
         target_rate: How much of the way the target networks go in a step.
-        temperature: Of the Gumbel-softmax whose gradient the actor learns by.
+        temperature: Temperature of the Gumbel-softmax whose gradient the actor learns by.
         exploration: How often chance decides when learning starts; otherwise actions are drawn from the
             softmax of the actor's logits, as Gumbel-softmax samples are.
-        last_exploration: How often from half of the episodes on; in between it falls in a straight line.
+        last_exploration: The same from half of the episodes on; until then it falls in a straight line.
         evaluate_every: How many episodes apart the greedy policy is evaluated.
-        evaluation_episodes: On how many episodes, which are always the same and do not count.
+        evaluation_episodes: Number of episodes of an evaluation. They are always the same, and do not count.
     """
 
     hidden: int = 64
@@ -113,21 +114,22 @@ def fit(
     In turn, a round of episodes is played with exploration, and actor and critic take gradient steps on
     episodes out of the replay buffer. Every so often the greedy policy is evaluated, and the best of these is
     returned. That favours the baseline, as it should be; and episodes of evaluations do not count, which does
-    so as well. Interrupted by Ctrl-C, this returns the best policy so far.
+    so as well.
 
-    The policy is learned for the model's own prior over contexts, and ignores any other it is started with.
+    The policy is learned for the model's prior over contexts, and ignores any other it is started with.
 
     Args:
         model: The CPOMDP.
         num_episodes: How many episodes to learn from.
         settings: How it learns; `Settings()` if left out.
         seed: The same seed gives the same policy; None takes fresh entropy.
-        progress: Whether to show a progress bar, by episodes; or a function that is told now and then how far
-            it has got, and how long it will take.
+        progress: Whether to show a progress bar, by episodes; or a function that is given a line of text now
+            and then, about how far it has got and how long it will take.
 
     Raises:
         ValueError: On arguments that make no sense.
         RuntimeError: If a gradient is not finite.
+        LearningInterrupted: On Ctrl-C; it carries the best policy so far.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid
@@ -142,19 +144,18 @@ def fit(
     began = time.perf_counter()
     with isolated(seed), torch.enable_grad():
         fitting = Fitting(model, chosen, total)
-        shown = bar(progress, total, "RDPG", "episodes")
-        try:
+        finished = False
+        with bar(progress, total, "RDPG", "episodes") as shown, suppress(KeyboardInterrupt):
             while fitting.played < total:
                 played = fitting.iterate()
                 shown.set_postfix_str(f"best return {fitting.best:.2f}", refresh=False)
                 shown.update(played)
-        except KeyboardInterrupt:
-            shown.write(f"stopped after {fitting.played} of {total} episodes; this is the best so far")
-        finally:
-            shown.close()
+            finished = True
         fitting.evaluate()
-    seconds = time.perf_counter() - began
-    return Learned(fitting.best_policy, fitting.history(), seconds, fitting.played == total)
+    learned = Learned(fitting.best_policy, fitting.history(), time.perf_counter() - began, finished)
+    if not finished:
+        raise LearningInterrupted(learned)
+    return learned
 
 
 class Recurrent(nn.Module):
@@ -172,12 +173,12 @@ class Recurrent(nn.Module):
         self.head = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, num_actions))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Of whole episodes: `[B, T, F]` to `[B, T, A]`."""
+        """Numbers for episodes from their start to their end: `[B, T, F]` to `[B, T, A]`."""
         numbers: Tensor = self.head(self.lstm(features)[0])
         return numbers
 
     def step(self, features: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Of one step, `[B, F]` to `[B, A]`, and what is remembered of it."""
+        """Numbers for one step, `[B, F]` to `[B, A]`, and what is remembered of it."""
         memory = torch.lstm_cell(features, memory, *self.lstm.all_weights[0])
         return self.head(memory[0]), memory
 
@@ -186,7 +187,7 @@ class RecurrentPolicy(nn.Module):
     """The deterministic policy μ: in every step the action with the largest logit.
 
     Args:
-        encoding: Of what the agent learns in a step.
+        encoding: What the agent learns in a step, as numbers.
         actor: The network whose numbers are logits.
     """
 
@@ -216,7 +217,7 @@ class Exploring:
     """The policy as it plays to learn: a sample from the softmax of its logits, or, now and then, chance.
 
     Args:
-        policy: Whose logits.
+        policy: The policy whose logits are used.
         chance: How often it is chance that decides, with all actions equally likely.
     """
 
@@ -224,7 +225,7 @@ class Exploring:
     chance: float
 
     def start(self, prior: Tensor) -> Memory:
-        """The policy's own memory."""
+        """The memory of the policy."""
         return self.policy.start(prior)
 
     def act(self, history: History, memory: Memory) -> tuple[Decision, Memory]:
@@ -312,12 +313,12 @@ class Learner:
         self.critic_steps = torch.optim.Adam(self.critic.parameters(), lr=settings.critic_rate, fused=True)
 
     def update(self, features: Tensor, actions: Tensor, rewards: Tensor) -> None:
-        """A gradient step of the critic and one of the actor, through whole episodes.
+        """A gradient step of the critic and one of the actor, through episodes from start to end.
 
         Args:
-            features: Of the histories, `[B, T, F]`.
+            features: Features of the histories, `[B, T, F]`.
             actions: int64 `[B, T]`.
-            rewards: In units of their own, `[B, T]`.
+            rewards: Scaled rewards, `[B, T]`.
         """
         q = self.critic(features)  # [B, T, A]
         error = self.value(q, self.one_hot(actions)) - self.targets(features, rewards)
@@ -377,7 +378,7 @@ class Fitting:
         self.replay = Replay(capacity, model.horizon, encoding.size, model.device)
         self.policy = RecurrentPolicy(encoding, self.learner.actor)
         self.played = 0
-        self.unit = math.nan  # of rewards, which the first episodes tell
+        self.unit = math.nan  # in which rewards are learned, read off the first episodes
         self.evaluation_seed = _drawn_seed()
         self.returns: list[Tensor] = []  # since the last evaluation
         self.measured: list[tuple[int, float, float]] = []
@@ -385,7 +386,7 @@ class Fitting:
         self.best_policy = self._greedy()
 
     def iterate(self) -> int:
-        """Play a round, take gradient steps, evaluate if it is time. How many episodes it played."""
+        """Play a round, take gradient steps, evaluate if it is time; returns the number of episodes."""
         episodes = self._explore() if self.played else self._begin()
         assert episodes.rewards is not None
         assert episodes.returns is not None

@@ -1,13 +1,14 @@
 """A learner that knows nothing of CPOMDPs: sb3-contrib's recurrent PPO, trained through Gymnasium.
 
 Needs the extra `rl`. It stands for any library that learns from Gymnasium environments: what is needed beside
-`cpomdp_ppl.gym` are the two classes below, which say it in the library's own terms.
+`cpomdp_ppl.gym` are the two classes below, which say it in terms of the library.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
@@ -16,7 +17,7 @@ import xarray as xr
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from baselines.learned import Learned
+from baselines.learned import Learned, LearningInterrupted
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.progress import bar
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Decision, History
     from cpomdp_ppl.progress import Bar, Progress
 
-EPISODES = 64
-"""Played side by side."""
+SIDE_BY_SIDE = 64
+"""Number of episodes that are played side by side."""
 
-ROUND = 4
-"""Episodes of each, between updates."""
+EPISODES_PER_UPDATE = 4
+"""How many of each are played between updates."""
 
 
 def fit(
@@ -46,16 +47,20 @@ def fit(
 ) -> Learned:
     """Learn a policy by recurrent PPO.
 
-    Episodes are whole, rewards undiscounted, and scaled to what a critic starts from. The policy is learned
-    for the model's own prior over contexts, and ignores any other it is started with.
+    Updates see episodes from start to end; rewards are not discounted, but scaled to what a critic starts
+    from. The policy is learned for the model's prior over contexts, and ignores any other it is started with.
 
     Args:
         model: The CPOMDP.
-        num_episodes: How many episodes to learn from, rounded up to whole rounds of 256.
+        num_episodes: How many episodes to learn from, rounded up to a multiple of 256.
         seed: The same seed gives the same policy; None takes fresh entropy.
-        progress: Whether to show a progress bar; or a function that is told now and then how far it has got,
-            and how long it will take.
-        settings: Of `sb3_contrib.RecurrentPPO`, instead of ours.
+        progress: Whether to show a progress bar; or a function that is given a line of text now and then,
+            about how far it has got and how long it will take.
+        settings: Settings of `sb3_contrib.RecurrentPPO`, instead of ours.
+
+    Raises:
+        ValueError: On arguments that make no sense.
+        LearningInterrupted: On Ctrl-C; it carries what was learned so far.
 
     Example:
         >>> from cpomdp_ppl import evaluate
@@ -67,8 +72,8 @@ def fit(
     require_model(model)
     total = require_count("num_episodes", num_episodes)
     chosen = {
-        "n_steps": ROUND * model.horizon,
-        "batch_size": EPISODES * model.horizon,
+        "n_steps": EPISODES_PER_UPDATE * model.horizon,
+        "batch_size": SIDE_BY_SIDE * model.horizon,
         "n_epochs": 5,
         "learning_rate": 1e-3,
         "gamma": 1.0,
@@ -77,35 +82,36 @@ def fit(
         "device": "cpu",
         **settings,
     }
-    began, finished = time.perf_counter(), True
+    began, finished = time.perf_counter(), False
     with isolated(seed):
-        batch = Batch(model, EPISODES)
-        scaled = VecNormalize(batch, norm_obs=False, clip_reward=math.inf, gamma=chosen["gamma"])
+        episodes = EpisodesForSB3(model, SIDE_BY_SIDE)
+        scaled = VecNormalize(episodes, norm_obs=False, clip_reward=math.inf, gamma=chosen["gamma"])
         learner = RecurrentPPO("MlpLstmPolicy", scaled, seed=seed, **chosen)
-        with bar(progress, total, "recurrent PPO", "episodes") as drawn:
-            try:
-                learner.learn(total * model.horizon, callback=lambda *_: shown(drawn, batch))
-            except KeyboardInterrupt:
-                finished = False
-                drawn.write(f"stopped after {drawn.n} of {total} episodes; this is what was learned so far")
-    returns = torch.tensor(batch.returns)
+        with bar(progress, total, "recurrent PPO", "episodes") as shown, suppress(KeyboardInterrupt):
+            learner.learn(total * model.horizon, callback=lambda *_: _update(shown, episodes))
+            finished = True
+    returns = torch.tensor(episodes.returns)
     history = xr.Dataset(
         {"training_return": ("episodes", returns.numpy())},
-        {"episodes": EPISODES * (1 + torch.arange(len(returns)).numpy())},
+        {"episodes": SIDE_BY_SIDE * (1 + torch.arange(len(returns)).numpy())},
     )
-    return Learned(RecurrentPolicy(model, learner), history, time.perf_counter() - began, finished)
+    policy = RecurrentPPOPolicy(model, learner)
+    learned = Learned(policy, history, time.perf_counter() - began, finished)
+    if not finished:
+        raise LearningInterrupted(learned)
+    return learned
 
 
-def shown(bar: Bar, batch: Batch) -> bool:
-    """Move a progress bar to where learning is; true, for it to go on."""
-    played = EPISODES * len(batch.returns)
+def _update(bar: Bar, episodes: EpisodesForSB3) -> bool:
+    """Move a progress bar to where learning is; returns True, for learning to go on."""
+    played = SIDE_BY_SIDE * len(episodes.returns)
     if played > bar.n:
-        bar.set_postfix_str(f"return {batch.returns[-1]:.2f}", refresh=False)
+        bar.set_postfix_str(f"return {episodes.returns[-1]:.2f}", refresh=False)
         bar.update(int(played - bar.n))
     return True
 
 
-class Batch(VecEnv):
+class EpisodesForSB3(VecEnv):
     """A batch of episodes in the form that Stable-Baselines3 wants, which is not Gymnasium's.
 
     Args:
@@ -149,11 +155,11 @@ class Batch(VecEnv):
         return [getattr(self.envs, attr_name)] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Episodes have no attributes of their own."""
+        """Single episodes have no attributes."""
         raise NotImplementedError
 
     def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        """Episodes have no methods of their own."""
+        """Single episodes have no methods."""
         raise NotImplementedError
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
@@ -164,12 +170,12 @@ class Batch(VecEnv):
         """Nothing is held open."""
 
 
-class RecurrentPolicy:
+class RecurrentPPOPolicy:
     """What was trained, as a `Policy`: its memory is the LSTM's.
 
     Args:
         model: The CPOMDP.
-        learner: Who was trained.
+        learner: What was trained.
     """
 
     def __init__(self, model: CPOMDP, learner: RecurrentPPO) -> None:

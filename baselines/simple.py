@@ -56,7 +56,7 @@ class Tracking(ABC):
     Args:
         model: The CPOMDP.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
-        seed: Of the filter.
+        seed: Seed of the filter.
     """
 
     def __init__(self, model: CPOMDP, likelihood: str | Backend | None = None, seed: int = 0) -> None:
@@ -71,7 +71,7 @@ class Tracking(ABC):
         return online, self.begin(prior)
 
     def act(self, history: History, memory: tuple[OnlineFilter, Any]) -> tuple[Decision, Any]:
-        """Tell the filter what is new, and decide."""
+        """Condition the filter on what is new, and decide."""
         online, rest = memory
         if history.time or self.model.initial_observation:
             latest = history.latest
@@ -97,7 +97,7 @@ class ByContext(Tracking):
         model: The CPOMDP.
         policies: One for each context: what to do if that were it. `cids.fit` with a point prior learns them.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
-        seed: Of the filter.
+        seed: Seed of the filter.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ByContext(Tracking):
         self.policies = as_policies(model, policies)
 
     def begin(self, prior: Tensor) -> list[Any]:
-        """The memories of all policies, each sure of its own context."""
+        """The memories of all policies, each certain of its context."""
         points = torch.eye(self.model.num_contexts, dtype=prior.dtype, device=prior.device)
         return [policy.start(points[c].expand_as(prior)) for c, policy in enumerate(self.policies)]
 
@@ -144,7 +144,7 @@ class MostLikelyContext(ByContext):
 class ThompsonSampling(ByContext):
     """Act as if a context drawn from the posterior were it, drawn anew at every step.
 
-    `PosteriorSampling` draws once for the whole episode.
+    `PosteriorSampling` draws once for each episode.
     """
 
     def pick(self, posterior: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class ThompsonSampling(ByContext):
 
 
 class ContextKnown:
-    """The oracle: acts as the policy of the true context does, which it must be told.
+    """The oracle: acts as the policy of the true context does, which must be revealed to it.
 
     It takes the prior at its word: play it with a prior that is sure of each episode's context, as
     `evaluate(…, reveal_context=True)` does.
@@ -170,21 +170,21 @@ class ContextKnown:
         self.policies = as_policies(model, policies)
 
     def start(self, prior: Tensor) -> tuple[Tensor, list[Any]]:
-        """The context that it was told, and the memories of all policies."""
+        """The context that was revealed, and the memories of all policies."""
         require(
             bool((prior.amax(-1) > 0.999).all()), "prior", prior.tolist(), "a sure context in every episode"
         )
         return prior.argmax(-1), [policy.start(prior) for policy in self.policies]
 
     def act(self, history: History, memory: tuple[Tensor, list[Any]]) -> tuple[Decision, Any]:
-        """As the context's own policy does."""
+        """As the policy of the context does."""
         context, memories = memory
         decision, memories = decide_by(context, self.policies, history, memories, self.num_actions)
         return decision, (context, memories)
 
 
 class PosteriorSampling(ContextKnown):
-    """Thompson sampling by episodes: draw a context from the prior, and act for the whole episode as if told.
+    """Thompson sampling by episodes: draw a context from the prior, and act as if it were true to the end.
 
     Over many episodes in one context, as `cids.run` plays them, this is what C-IDS has to be compared with:
     it looks only by accident, but its draws are right more and more often.
@@ -221,7 +221,7 @@ class ApproachObserveCommit(Tracking):
         commit: For each context, the action to take for good once the agent is sure of it.
         confidence: How likely a context must be for that.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
-        seed: Of the filter.
+        seed: Seed of the filter.
 
     Example:
         >>> from cpomdp_ppl import simulate

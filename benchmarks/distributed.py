@@ -15,7 +15,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,29 +22,26 @@ from torch.multiprocessing.spawn import spawn
 
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import LightDark
-from solvers.cids.batchwide import ALONE
 from solvers.cids.estimator import ActorCritic
-from solvers.cids.group import Processes
+from solvers.cids.experience import Experience
+from solvers.cids.group import ProcessGroup, SingleProcess
 from solvers.cids.learner import Learner
 from solvers.cids.objective import Information
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.priors import as_sampler
 from solvers.cids.schedules import Geometric, Linear
 
-if TYPE_CHECKING:
-    from solvers.cids.batchwide import Batchwide
-
 PHASES = ("rollout", "likelihood", "gradient")
 WARM_UP = 2
 
 
-def learner(whole: Batchwide, batch_size: int, num_particles: int) -> Learner:
+def learner(group: SingleProcess, batch_size: int, num_particles: int) -> Learner:
     """As `cids.fit` sets it up for the information objective."""
     model = LightDark()
     return Learner(
         model,
         LSTMPolicy(model, seed=0),
-        ParticleFilter(num_particles),
+        Experience(model, ParticleFilter(num_particles), group),
         Information(),
         ActorCritic(),
         as_sampler(model, None),
@@ -54,15 +50,14 @@ def learner(whole: Batchwide, batch_size: int, num_particles: int) -> Learner:
         iterations=800,
         batch_size=batch_size,
         seed=0,
-        whole=whole,
     )
 
 
-def timed(each: Learner) -> dict[str, float]:
+def timed(each: Learner, group: SingleProcess) -> dict[str, float]:
     """Seconds of an iteration, by phase and in all."""
     start = time.perf_counter()
     measured = each.iterate()
-    each.whole.agree()
+    group.barrier()
     taken = {phase: measured[f"seconds_{phase}"] for phase in PHASES}
     return {**taken, "total": time.perf_counter() - start}
 
@@ -74,16 +69,16 @@ def member(rank: int, arguments: argparse.Namespace, rendezvous: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=arguments.processes
     )
-    whole = Processes(torch.device("cpu"))
+    single, group = SingleProcess(), ProcessGroup(torch.device("cpu"))
     sizes = arguments.batch_size, arguments.num_particles
-    alone, together = learner(ALONE, *sizes), learner(whole, *sizes)
+    alone, together = learner(single, *sizes), learner(group, *sizes)
     by_one, by_all = [], []
     for _ in range(WARM_UP + arguments.repeats):
-        whole.agree()
+        group.barrier()
         if rank == 0:
-            by_one.append(timed(alone))
-        whole.agree()
-        by_all.append(timed(together))
+            by_one.append(timed(alone, single))
+        group.barrier()
+        by_all.append(timed(together, group))
     if rank == 0:
         report(arguments, by_one[WARM_UP:], by_all[WARM_UP:])
         apart = max(

@@ -25,9 +25,11 @@ from cpomdp_ppl import simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.models import LightDark
 from solvers import cids
+from solvers.cids.batch import Batch
 from solvers.cids.estimator import ActorCritic, Decisions, GradientStep, Reinforce
+from solvers.cids.experience import Experience
 from solvers.cids.learner import Learner
-from solvers.cids.objective import Batch, Information, Variational
+from solvers.cids.objective import Information, Variational
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.priors import as_sampler
 from solvers.cids.schedules import Constant, Geometric, Linear, as_schedule
@@ -57,7 +59,7 @@ def learner(
     return Learner(
         model,
         LSTMPolicy(model, seed=0),
-        backend,
+        Experience(model, backend),
         Information() if objective is None else objective,
         ActorCritic(),
         as_sampler(model, None),
@@ -72,7 +74,7 @@ def learner(
 def played(learner: Learner, num_episodes: int, seed: int) -> Batch:
     """A batch by the policy as it is, with its random actions."""
     episodes = simulate(learner.model, learner.acting, num_episodes, contexts="balanced", seed=seed)
-    filtering = learner.backend.run(learner.model, episodes, seed=seed, moments=False)
+    filtering = learner.experience.backend.run(learner.model, episodes, seed=seed, moments=False)
     return Batch.of(episodes, filtering, learner.model.prior().double())
 
 
@@ -99,7 +101,7 @@ def agreement() -> None:
     now = ours.decide(batch)
     payoffs = ours.objective.payoffs(batch, now.log_probs.detach(), tau)
     advantages = ours.estimator.advantages(payoffs, now.detached())
-    step = GradientStep.first(batch, advantages, now, ours.critic, progress)
+    step = GradientStep.first(advantages, now, ours.critic, progress)
     terms = ours.estimator.terms(step)
     our_loss = torch.stack(list(terms.values())).sum()
     our_gradient = torch.autograd.grad(our_loss, list(ours.policy.parameters()))
@@ -278,7 +280,7 @@ def time_to_score(num_seeds: int = 5) -> None:
     for seed in range(num_seeds):
         for likelihood, times in found.items():
             until = UntilScore(SCORE)
-            with contextlib.redirect_stdout(sys.stderr):  # a stopped fit says so
+            with contextlib.suppress(cids.Interrupted):
                 cids.fit(LightDark(), likelihood=likelihood, seed=seed, progress=False, callbacks=[until])
             times.append((math.inf, math.inf) if until.reached is None else until.reached)
     print(f"\nUntil the mean return of 10 iterations is {SCORE}: default settings, {num_seeds} seeds\n")

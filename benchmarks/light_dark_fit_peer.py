@@ -1,6 +1,6 @@
 """C-IDS on LightDark as one would write it for this one model: plain torch, time first, no checks.
 
-It does what `solvers.cids.learner.Learner` does with the EKF, `Information` and `ActorCritic`, and nothing else.
+It does what `Learner` of `solvers.cids.learner` does with the EKF, `Information` and `ActorCritic`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from solvers.regret import plots
 
 __all__ = ["cids"]
 
-# Where these modules were before `solvers.cids` and `solvers.regret` became packages: imports that users have.
+# The names that these modules had before `solvers.cids` became a package, for imports that users have.
 _EARLIER = {
     "callbacks": callbacks,
     "estimators": estimator,

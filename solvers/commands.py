@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Stopped, is_user_error
+from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Stopped
 from cpomdp_ppl.cli.figures import figure_files, write_figures
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
@@ -41,7 +41,7 @@ from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.experiments.run_files import CHECKPOINT, HISTORY, LIVED, SOLUTION
 from cpomdp_ppl.inference.choice import backend_for
 from solvers import cids
-from solvers.cids.group import batchwide, joined
+from solvers.cids.group import ProcessFailedError, joined, process_group
 from solvers.cids.objective import OBJECTIVES
 from solvers.cids.training import WINDOW
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.experiments.run_folder import RunFolder
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
-    from solvers.cids.batchwide import Batchwide
+    from solvers.cids.group import SingleProcess
     from solvers.cids.solution import Solution
     from solvers.episodes.record import Run
 
@@ -64,74 +64,68 @@ def fit(options: Namespace) -> int:
     """Learn a policy, or go on learning it; started by torchrun, together with the other processes."""
     rank = 0
     try:
-        with joined():
-            whole = batchwide(torch.device("cpu"))
-            rank = whole.rank
-            with whole.together():
-                return _fit(options, whole)
-    except (Exception, KeyboardInterrupt) as error:
+        with joined(), process_group(torch.device("cpu")) as group:
+            rank = group.rank
+            return _fit(options, group)
+    except (ProcessFailedError, KeyboardInterrupt) as error:
+        failed = isinstance(error, ProcessFailedError)
+        if rank > 0 or failed:
+            time.sleep(MOMENT)  # for the process that it is about to say why, before torchrun ends it
         if rank == 0:
             raise
-        time.sleep(MOMENT)  # for the first process to say what was wrong, before torchrun ends it
-        if isinstance(error, KeyboardInterrupt):
-            return INTERRUPTED
-        if is_user_error(error):
-            return USER_ERROR
-        raise
+        return USER_ERROR if failed else INTERRUPTED
 
 
-def _fit(options: Namespace, whole: Batchwide) -> int:
+def _fit(options: Namespace, group: SingleProcess) -> int:
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.run is None:
         raise CommandError("--folder: expected one that restarted processes can go on with, got none")
     spec = ModelSpec.of([options.model, *options.arguments])
     model = spec.build()
-    whole.agree()  # that all have it, before there is a folder
-    results = _results(options, spec) if whole.rank == 0 else None
+    group.barrier()  # all have it, before there is a folder
+    results = _results(options, spec) if group.rank == 0 else None
     place: dict[str, Any] = {"seed": None, "checkpoint": None}
     if results is not None:
         place = {"seed": results.seed, "checkpoint": str(results.folder.path / CHECKPOINT)}
-    settings = {**_settings(options), **whole.shared(place)}
+    settings = {**_settings(options), **group.broadcast(place)}
     if results is None:
-        solution = cids.fit(model, **settings, progress=False)
-        whole.agree()  # when the first process has written everything
-        return OK if solution.finished else INTERRUPTED
+        cids.fit(model, **settings, progress=False)
+        return OK
     folder = results.folder
     if not folder.finished and any((folder.path / CHECKPOINT).glob("[!.]*")):
         # It goes on from there, and what was the best when it was stopped will soon not be.
         rmtree(folder.path / SOLUTION, ignore_errors=True)
     note(options, f"run folder: {folder.path}")
     with results.kept():
-        solution = cids.fit(
-            model,
-            **settings,
-            progress=progress_of(options),
-            checkpoint_every=options.checkpoint_every,
-        )
-        keep(folder, solution)
-        if not solution.finished:
-            done, asked = len(solution.history["iteration"]), solution.settings["iterations"]
-            raise Stopped(
-                f"stopped after {done:,} of {asked:,} iterations; the best policy so far is in "
-                f"{folder.path / SOLUTION} (evaluate it with --unfinished); "
-                f"to go on from the last checkpoint: {_again(results, whole)}"
+        try:
+            solution = cids.fit(
+                model,
+                **settings,
+                progress=progress_of(options),
+                checkpoint_every=options.checkpoint_every,
             )
+        except cids.Interrupted as interrupt:
+            keep(folder, interrupt.solution)
+            raise Stopped(
+                f"{interrupt}; the best policy so far is in {folder.path / SOLUTION} (evaluate it with "
+                f"--unfinished); to go on from the last checkpoint: {_again(results, group)}"
+            ) from None
+        keep(folder, solution)
         write_figures(options, folder, {"solution": lambda: solution.plot(likelihood=settings["likelihood"])})
         results.finish()
     print(last(solution))
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
     note(options, f"solution: {folder.path / SOLUTION}; next: {then}")
-    whole.agree()
     return OK
 
 
-def _again(results: Results, whole: Batchwide) -> str:
+def _again(results: Results, group: SingleProcess) -> str:
     """The command line that goes on, with as many processes."""
-    if whole.size == 1:
+    if group.size == 1:
         return results.again()
     words = list(results.options.command_line)
     if results.options.run is None:
         words += ["--folder", str(results.folder.path)]
-    here = os.environ.get("LOCAL_WORLD_SIZE", whole.size)
+    here = os.environ.get("LOCAL_WORLD_SIZE", group.size)
     return shlex.join(["torchrun", f"--nproc-per-node={here}", "-m", "cpomdp_ppl", "fit", *words])
 
 
@@ -364,8 +358,6 @@ RUN = Command(
 def _cids(model: CPOMDP, budget: Budget) -> Policy:
     iterations = max(1, budget.training_episodes // 200)
     solution = cids.fit(model, iterations=iterations, seed=budget.seed, progress=budget.progress)
-    if not solution.finished:
-        raise KeyboardInterrupt
     policy: Policy = solution.policy
     return policy
 

@@ -133,8 +133,6 @@ class FitAndEvaluate:
         # Chosen here, for the digest to tell: outcomes of code that would choose another are refused.
         settings["likelihood"] = backend_for(model, settings.get("likelihood"))
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
-        if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
-            raise KeyboardInterrupt
         # On a fixed prior the policy is played with what it was learned for, as `Solution.evaluate` does.
         found = evaluate(
             model, solution.policy, self.num_episodes, prior=solution.prior, seed=self.evaluation_seed

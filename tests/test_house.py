@@ -20,16 +20,10 @@ LINES_OF_A_FUNCTION = 60
 
 TO_DO: dict[str, set[str]] = {
     "disk": {
-        "solvers.cids.group: torch.load",
-        "solvers.cids.group: torch.save",
         "solvers.sweep: self.fits.rmdir",
         "solvers.sweep: shutil.rmtree",
     },
-    "algorithm": {
-        "solvers.cids.learner: file",
-        "solvers.cids.learner: rank",
-        "solvers.cids.learner: shard",
-    },
+    "algorithm": set(),
     "inference": {
         "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",
         "baselines.qmdp: cpomdp_ppl.inference.particle_filter:CELLS_AT_ONCE",
@@ -40,13 +34,8 @@ TO_DO: dict[str, set[str]] = {
     },
     "length": {
         "cpomdp_ppl.report.recording.record",
-        "solvers.cids.training.fit",
     },
     "names": {
-        "Batch",
-        "Fitting",
-        "Learner",
-        "RecurrentPolicy",
         "Step",
     },
 }
@@ -125,6 +114,7 @@ MAY_TOUCH_THE_DISK = (
     "cpomdp_ppl.episodes_file",  # Episodes.save and Episodes.load
     "solvers.cids.training",
     "solvers.cids.solution",
+    "solvers.cids.group",  # in memory: what processes send each other
     "solvers.commands",  # commands of the command line
 )
 
@@ -256,6 +246,8 @@ def length() -> Iterator[str]:
 
 
 SAME_NAME_SAME_MEANING = {
+    "Fitting": "a fit at work, of every algorithm that learns a policy",
+    "Learner": "what takes the gradient steps, of every algorithm that learns a policy",
     "compare": "the command of the function",
     "evaluate": "the command of the function; and exact values of a policy on an enumerated model",
     "fit": "what learns a policy, of every algorithm that does; and the command",

@@ -180,73 +180,30 @@ def _episodes_by_name(
     return {name: require_count("num_episodes", number) for name, number in many.items()}
 
 
-class EpisodeBatch(NamedTuple):
-    """Episodes to be played side by side, perhaps in another process.
-
-    Attributes:
-        model: The CPOMDP.
-        policy: The policy itself and not a copy of it: it may count what it does.
-        contexts: The true contexts, `[B]`.
-        prior: Prior over contexts, `[C]`; None for the model's.
-        reveal_context: Whether the policy is told the context.
-        follow: How posteriors are computed.
-        seeds: Seeds of the world, of the policy and of the filter.
-    """
-
-    model: CPOMDP
-    policy: Policy
-    contexts: Tensor
-    prior: Tensor | None
-    reveal_context: bool
-    follow: Follow
-    seeds: tuple[int, ...]
-
-
 class PlayedBatch(NamedTuple):
-    """What came of a batch.
+    """What came of episodes that were played side by side."""
 
-    Attributes:
-        contexts: The true contexts, `[B]`.
-        returns: What the episodes earned, float64 `[B]`.
-        posteriors: `P(C | y)` at the end, `[B, C]`.
-        posterior_errors: Standard errors of these probabilities, `[B]`.
-        seconds: How long the policy thought.
-        backend: Name of the backend that computed the posteriors.
-    """
-
-    contexts: Tensor
-    returns: Tensor
-    posteriors: Tensor
-    posterior_errors: Tensor
-    seconds: float
-    backend: str
+    contexts: Tensor  # the true contexts, [B]
+    returns: Tensor  # float64 [B]
+    posteriors: Tensor  # P(C | y) at the end, [B, C]
+    posterior_errors: Tensor  # standard errors of these probabilities, [B]
+    seconds: float  # how long the policy thought
+    backend: str  # name of the backend that computed the posteriors
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How policies are judged: the settings of `evaluate`, checked.
-
-    Attributes:
-        model: The CPOMDP.
-        prior: Prior over contexts, `[C]`.
-        prior_given: Whether that is the caller's prior rather than the model's.
-        reveal_context: Whether policies are told the context.
-        batch_size: How many episodes are played side by side.
-        workers: In how many processes.
-        progress: How progress is shown.
-        seed: Seed of all random numbers.
-        follow: How posteriors are computed.
-    """
+    """How policies are judged: the settings of `evaluate`, checked."""
 
     model: CPOMDP
-    prior: Tensor
-    prior_given: bool
+    prior: Tensor  # over contexts, [C]
+    prior_given: bool  # whether that is the caller's prior rather than the model's
     reveal_context: bool
     batch_size: int
     workers: int | None
     progress: Progress
     seed: int
-    follow: Follow
+    follow: Follow  # computes posteriors
 
     def evaluate(self, policy: PolicyLike, num_episodes: int) -> Evaluation:
         """Play one policy, and take stock."""
@@ -254,22 +211,8 @@ class Judge:
         root = np.random.SeedSequence(self.seed)
         contexts, weights = weighted_strata(self.prior, B, root.spawn(1)[0])
         parts = -(-B // self.batch_size)
-        seeds = root.generate_state(3 * parts).reshape(parts, 3)
-        batch = EpisodeBatch(
-            model=self.model,
-            policy=as_policy(policy),
-            contexts=contexts,
-            prior=self.prior if self.prior_given else None,
-            reveal_context=self.reveal_context,
-            follow=self.follow,
-            seeds=(),
-        )
-        played = self._play(
-            [
-                batch._replace(contexts=contexts[k::parts], seeds=tuple(seeds[k].tolist()))
-                for k in range(parts)
-            ]
-        )
+        seeds = root.generate_state(3 * parts).reshape(parts, 3).tolist()
+        played = self._play(as_policy(policy), [(contexts[k::parts], seeds[k]) for k in range(parts)])
         backend = " and ".join(sorted({part.backend for part in played}))
         _warn_if_uncertain(float(_joined(played, "posterior_errors").mean()), backend)
 
@@ -285,15 +228,19 @@ class Judge:
         seconds = sum(part.seconds for part in played)
         return self._summary(each, seconds / (B * self.model.horizon), backend)
 
-    def _play(self, batches: Sequence[EpisodeBatch]) -> list[PlayedBatch]:
-        """Play all batches, here or in other processes; what came of them is in their order."""
+    def _play(self, policy: Policy, batches: Sequence[tuple[Tensor, list[int]]]) -> list[PlayedBatch]:
+        """Play batches, each with contexts `[B]` and seeds, here or in other processes; in their order."""
         horizon = self.model.horizon
-        total = sum(len(batch.contexts) for batch in batches) * horizon
+        total = sum(len(contexts) for contexts, _ in batches) * horizon
+        prior = self.prior if self.prior_given else None
+        # The policy itself and not a copy of it: it may count what it does.
+        play = partial(_play, self.model, policy, prior, self.reveal_context, self.follow)
         found = {}
         with bar(self.progress, total, "playing", "decisions") as progress:
             here = stays_here(self.workers)
-            play = partial(_play, progress=progress) if here else _play
-            for k, played in in_parallel(play, batches, workers=self.workers, copies=False):
+            if here:
+                play = partial(play, progress=progress)
+            for k, played in in_parallel(play, batches, workers=self.workers):
                 found[k] = played
                 if not here:
                     progress.update(len(played.contexts) * horizon)
@@ -329,16 +276,23 @@ class Judge:
         return None if known else informed_return(self.model, max_dim=1)
 
 
-def _play(batch: EpisodeBatch, progress: Bar | None = None) -> PlayedBatch:
-    """Play a batch of episodes, and compute what can be believed at their end."""
-    model, contexts, prior = batch.model, batch.contexts, batch.prior
-    world, own, filtering_seed = batch.seeds
-    policy = TimedPolicy(batch.policy, own, progress)
-    believed = one_hot(contexts, model.num_contexts).double() if batch.reveal_context else prior
-    episodes = simulate(model, policy, len(contexts), contexts=contexts, prior=believed, seed=world)
+def _play(
+    model: CPOMDP,
+    policy: Policy,
+    prior: Tensor | None,
+    reveal_context: bool,
+    follow: Follow,
+    batch: tuple[Tensor, list[int]],
+    progress: Bar | None = None,
+) -> PlayedBatch:
+    """Play episodes in contexts `[B]`, with seeds, and compute what can be believed at their end."""
+    contexts, (world_seed, policy_seed, filter_seed) = batch
+    timed = TimedPolicy(policy, policy_seed, progress)
+    believed = one_hot(contexts, model.num_contexts).double() if reveal_context else prior
+    episodes = simulate(model, timed, len(contexts), contexts=contexts, prior=believed, seed=world_seed)
     if progress is not None:
         progress.set_postfix_str("context posteriors")
-    filtering, backend = batch.follow(model, episodes, prior=prior, seed=filtering_seed)
+    filtering, backend = follow(model, episodes, prior=prior, seed=filter_seed)
     if progress is not None:
         progress.set_postfix_str("", refresh=False)
     assert episodes.contexts is not None
@@ -348,7 +302,7 @@ def _play(batch: EpisodeBatch, progress: Bar | None = None) -> PlayedBatch:
         returns=episodes.returns.double(),
         posteriors=filtering.posterior(prior)[:, -1],
         posterior_errors=filtering.posterior_error(prior),
-        seconds=policy.seconds,
+        seconds=timed.seconds,
         backend=backend.name,
     )
 

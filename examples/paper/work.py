@@ -68,8 +68,6 @@ def fit_cids(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -
             progress=False,
             checkpoint=folder / CHECKPOINT,
         )
-    if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
-        raise KeyboardInterrupt
     solution.save(folder / SOLUTION)
     history = solution.history
     return {

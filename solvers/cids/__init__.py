@@ -6,8 +6,8 @@ from solvers.cids.objective import Information, Objective, Variational
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.priors import DirichletPriors
 from solvers.cids.schedules import Constant, Geometric, Linear
-from solvers.cids.solution import Solution
-from solvers.cids.training import fit, load
+from solvers.cids.solution import Solution, load
+from solvers.cids.training import Interrupted, fit
 from solvers.episodes.algorithm1 import run
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "DirichletPriors",
     "Geometric",
     "Information",
+    "Interrupted",
     "LSTMPolicy",
     "Linear",
     "Objective",

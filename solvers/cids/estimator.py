@@ -2,116 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cpomdp_ppl.errors import require, require_count
-from solvers.cids.batchwide import ALONE
 from solvers.cids.schedules import Linear, Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from solvers.cids.batchwide import Batchwide
-    from solvers.cids.objective import Batch
+    from solvers.cids.batch import Batch, Statistics
+    from solvers.cids.critic import Critic
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """A policy along a batch of episodes, and the critic beside it.
+    """What a policy decides along a batch of episodes, and what the critic says beside it.
 
     Attributes:
-        log_policy: `log π(· | h_t)`, `[B, T, A]`.
-        log_probs: Of the actions taken, `[B, T]`.
-        values: The critic's guess of the payoffs to come, `[B, T]`.
-        log_contexts: The critic's guess of `log P(c | h_t)`, `[B, T, C]`.
-        states: The critic's guess of `E[s_t | h_t]`, in units of its spread, `[B, T, D]`.
+        batch: The episodes.
+        log_probs: `log π(a_t | h_t)` of the actions taken, `[B, T]`.
+        entropies: Entropy of `π(· | h_t)`, `[B, T]`.
+        values: The critic's estimate of the payoffs to come, `[B, T]`.
+        log_contexts: The critic's estimate of `log P(c | h_t)`, `[B, T, C]`.
+        states: The critic's estimate of `E[s_t | h_t]`, in units of its spread, `[B, T, D]`.
     """
 
-    log_policy: Tensor
+    batch: Batch
     log_probs: Tensor
+    entropies: Tensor
     values: Tensor
     log_contexts: Tensor
     states: Tensor
 
     def detached(self) -> Decisions:
         """The same without gradients."""
-        return Decisions(*(getattr(self, field.name).detach() for field in fields(self)))
-
-
-DRIFT = 0.02  # how far the critic's units follow those of a batch
-
-
-class Critic(nn.Module):
-    """Reads features of the history, and says what is to come, which context it is, and what state.
-
-    Values are kept in units of their own spread, which is followed as it changes; what the critic says does
-    not change when the units do.
-
-    Args:
-        size: How many features H there are.
-        num_contexts: How many contexts C.
-        num_states: How many numbers D a state has.
-    """
-
-    mean: Tensor
-    scale: Tensor
-    settled: Tensor
-
-    def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
-        super().__init__()
-        self.value = nn.Linear(size, 1)
-        self.context = nn.Linear(size, num_contexts)
-        self.state = nn.Linear(size, num_states)
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("settled", torch.tensor(False))
-
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
-        value = self.mean + self.scale * self.value(features).squeeze(-1)
-        return value, self.context(features).log_softmax(-1), self.state(features)
-
-    @torch.no_grad()
-    def rescale(self, targets: Tensor, whole: Batchwide = ALONE) -> None:
-        """Move the units towards mean and spread of new targets, and keep all values as they are.
-
-        All the way for the first targets that have any spread, and a little for those after.
-
-        Args:
-            targets: `[B, T]`.
-            whole: Those who have them between them.
-        """
-        mean, scale = self.mean.clone(), self.scale.clone()
-        weight = DRIFT if self.settled else 1.0
-        spread, centre = (moment.to(scale) for moment in whole.std_mean(targets))
-        self.mean.lerp_(centre, weight)
-        if spread > 1e-6 * (1 + self.mean.abs()):
-            self.scale.lerp_(spread, weight)
-            self.settled.fill_(True)
-        self.value.weight.mul_(scale / self.scale)
-        self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
+        names = ("log_probs", "entropies", "values", "log_contexts", "states")
+        return replace(self, **{name: getattr(self, name).detach() for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class GradientStep:
-    """What one step of the gradient on a batch goes by.
+    """What one gradient step on a batch goes by.
 
     Attributes:
-        batch: The episodes.
         advantages: How much better each action did than expected, `[B, T]`.
-        size: Of the advantages, their root mean square over all episodes, a scalar.
-        states: Before each decision, in units of their spread over all episodes, `[B, T, D]`.
+        size: Root mean square of the advantages over all episodes, a scalar.
+        states: The true states before each decision, in units of their spread over all episodes, `[B, T, D]`.
         before: Decisions of the policy that played, without gradient.
         now: Decisions of the policy as it is now.
-        critic: Whose units values are in.
+        critic: The critic, which knows the units of the values.
         progress: How far the fit is, from 0 to 1.
-        whole: Those who have the batch between them, for means over all episodes; `batch` and all that is by
-            episode here are this process's share.
     """
 
-    batch: Batch
     advantages: Tensor
     size: Tensor
     states: Tensor
@@ -119,31 +63,19 @@ class GradientStep:
     now: Decisions
     critic: Critic
     progress: float
-    whole: Batchwide = ALONE
 
     @staticmethod
-    def first(
-        batch: Batch,
-        advantages: Tensor,
-        now: Decisions,
-        critic: Critic,
-        progress: float,
-        whole: Batchwide = ALONE,
-    ) -> GradientStep:
-        """The first on a batch, by the policy that played it.
+    def first(advantages: Tensor, now: Decisions, critic: Critic, progress: float) -> GradientStep:
+        """The first step on a batch, in which the policy is still the one that played it."""
+        batch = now.batch
+        size = batch.mean(advantages.square()).sqrt()
+        states = standardised(batch.states[:, :-1], batch)
+        return GradientStep(advantages, size, states, now.detached(), now, critic, progress)
 
-        Args:
-            batch: The episodes.
-            advantages: `[B, T]`.
-            now: Decisions of the policy.
-            critic: Whose units values are in.
-            progress: How far the fit is.
-            whole: Those who have the batch between them. Means and spreads over all episodes are theirs to
-                say; not so means of losses, whose gradients are averaged.
-        """
-        size = whole.mean(advantages.square())[0].sqrt()
-        states = standardised(batch.states[:, :-1], whole)
-        return GradientStep(batch, advantages, size, states, now.detached(), now, critic, progress, whole)
+    @property
+    def batch(self) -> Batch:
+        """The episodes."""
+        return self.now.batch
 
 
 class Estimator(Protocol):
@@ -169,22 +101,20 @@ class Estimator(Protocol):
         """Longer gradients are shortened to this; None leaves them."""
         ...
 
-    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """How much better each action did than expected, `[B, T]`.
 
         Args:
             payoffs: `[B, T]`, float64.
-            before: Decisions of the policy that played, without gradient.
-            whole: Those who have the batch between them: means over all episodes are theirs to say. It is
-                given by its name, to those who have a parameter of that name, and several processes ask for
-                one.
+            before: Decisions of the policy that played, without gradient. A mean over all episodes, such as
+                a baseline, is `before.batch.mean(values)`, as several processes may share a batch.
         """
         ...
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
-        """The loss, term by term: each a mean over the episodes, which is averaged over processes.
+        """The loss, term by term. Each is a mean over the episodes at hand, which is averaged over processes.
 
-        What else is a mean over the whole batch, such as a baseline, is `step.whole` to be asked for.
+        Any other mean over the batch is `step.batch.mean(values)`.
         """
         ...
 
@@ -208,11 +138,11 @@ class Reinforce:
     def __post_init__(self) -> None:
         _require_norm(self.max_gradient_norm)
 
-    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """The same for every step: the episode's payoff, or what it has above the mean."""
         total = payoffs.sum(1)
-        if self.baseline and (len(total) > 1 or whole.size > 1):
-            total = total - whole.mean(total)[0]
+        if self.baseline and len(total) > 1:
+            total = total - before.batch.mean(total)
         return total[:, None].expand_as(payoffs)
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
@@ -221,8 +151,10 @@ class Reinforce:
         return {"policy": -(step.advantages.to(log_probs) * log_probs).sum(1).mean()}
 
 
-FEWER = Linear(0.2, 0.0, until=0.5)
-FADING = Linear(0.1, 0.0)
+RANDOM_ACTIONS = Linear(0.2, 0.0, until=0.5)
+"""How often `ActorCritic` leaves an action to chance."""
+EXPLORATION = Linear(0.1, 0.0)
+"""What a nat of entropy of the actions is worth to `ActorCritic`."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +169,7 @@ class ActorCritic:
 
     Args:
         epochs: How many gradient steps are taken on a batch.
-        trace: λ of the generalised advantages: 1 trusts payoffs alone, 0 the critic.
+        gae_lambda: λ of the generalised advantages: 1 trusts payoffs alone, 0 the critic.
         clip: By how much the probability of an action may change on a batch, as a ratio.
         random_actions: How often an action is left to chance while episodes are played, a number or a
             schedule. What is improved is the policy with its chances, so that the gradient is none the worse
@@ -253,10 +185,10 @@ class ActorCritic:
     """
 
     epochs: int = 3
-    trace: float = 0.95
+    gae_lambda: float = 0.95
     clip: float = 0.2
-    random_actions: float | Schedule = FEWER
-    exploration: float | Schedule = FADING
+    random_actions: float | Schedule = RANDOM_ACTIONS
+    exploration: float | Schedule = EXPLORATION
     value_weight: float = 0.5
     context_weight: float = 1.0
     state_weight: float = 1.0
@@ -265,7 +197,7 @@ class ActorCritic:
 
     def __post_init__(self) -> None:
         require_count("epochs", self.epochs)
-        require(0 <= self.trace <= 1, "trace", self.trace, "between 0 and 1")
+        require(0 <= self.gae_lambda <= 1, "gae_lambda", self.gae_lambda, "between 0 and 1")
         require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "from 0 to less than 1")
         require(self.clip > 0, "clip", self.clip, "a positive number")
         _require_norm(self.max_gradient_norm)
@@ -275,7 +207,7 @@ class ActorCritic:
         for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 
-    def advantages(self, payoffs: Tensor, before: Decisions, whole: Batchwide = ALONE) -> Tensor:
+    def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
         values = before.values.double()  # [B, T]
         after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -283,7 +215,7 @@ class ActorCritic:
         T = payoffs.shape[1]
         steps = torch.arange(T, device=payoffs.device)
         ahead = (steps[:, None] - steps).double()  # [T, T]: how far a later step (row) is from t (column)
-        discount = torch.where(ahead >= 0, self.trace ** ahead.clamp(min=0), 0.0)
+        discount = torch.where(ahead >= 0, self.gae_lambda ** ahead.clamp(min=0), 0.0)
         return delta @ discount
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
@@ -295,15 +227,13 @@ class ActorCritic:
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
         posterior = batch.log_posterior[:, :-1].exp().to(dtype)
-        possible = now.log_policy.clamp(min=torch.finfo(dtype).min)  # 0 · log 0 is 0
-        entropy = -(now.log_policy.exp() * possible).sum(-1)
         exploration = as_schedule("exploration", self.exploration)(step.progress)
         return {
             "policy": -torch.minimum(ratio * A, clipped * A).mean(),
             "value": self.value_weight * ((now.values - targets) / step.critic.scale).square().mean(),
             "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
             "state": self.state_weight * (now.states - step.states.to(dtype)).square().mean(),
-            "exploration": -exploration * entropy.mean(),
+            "exploration": -exploration * now.entropies.mean(),
         }
 
 
@@ -313,14 +243,13 @@ def _require_norm(norm: float | None) -> None:
 
 def as_estimator(estimator: Estimator) -> Estimator:
     """Return an estimator as it is, if it is one."""
-    whole = callable(getattr(estimator, "advantages", None)) and callable(getattr(estimator, "terms", None))
-    require(
-        whole and not isinstance(estimator, type), "estimator", estimator, "an Estimator: ActorCritic(), say"
-    )
+    proper = callable(getattr(estimator, "advantages", None)) and callable(getattr(estimator, "terms", None))
+    proper = proper and not isinstance(estimator, type)
+    require(proper, "estimator", estimator, "an Estimator: ActorCritic(), say")
     return estimator
 
 
-def standardised(values: Tensor, whole: Batchwide = ALONE) -> Tensor:
-    """Numbers `[B, T, D]` in units of their spread over a batch; what does not vary is zero."""
-    sd, mean = whole.std_mean(values, axes=2)
+def standardised(values: Tensor, batch: Batch | Statistics) -> Tensor:
+    """Numbers `[B, T, D]` in units of their spread over all episodes; those that do not vary become zero."""
+    sd, mean = batch.spread(values, axes=2)
     return (values - mean) / torch.where(sd > 1e-6, sd, torch.inf)

@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.encoding import Encoding
-from cpomdp_ppl.errors import invalid, require_count
+from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.rng import isolated
 from solvers.cids.priors import log_odds
@@ -39,6 +39,15 @@ class SequencePolicy(Policy, Protocol):
             `[B, T, H]`, for a critic to read.
         """
         ...
+
+
+def as_learnable(policy: Any) -> Any:
+    """Return a policy as it is, if it is a module with weights to learn."""
+    proper = isinstance(policy, nn.Module) and isinstance(policy, Policy)
+    require(proper, "policy", policy, "a torch module with `start` and `act`")
+    learnable = any(weight.requires_grad for weight in policy.parameters())
+    require(learnable, "policy", policy, "something with weights to learn")
+    return policy
 
 
 LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -181,6 +190,28 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
             )
         )
     return torch.stack(series, 1), None
+
+
+def evaluate_actions(
+    policy: Policy, episodes: Episodes, prior: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The actions that were taken along episodes, in the eyes of a policy; with gradients.
+
+    Args:
+        policy: Any policy whose decisions are distributions.
+        episodes: What was done and seen.
+        prior: What the policy believed beforehand, `[B, C]`.
+
+    Returns:
+        `log π(a_t | h_t)` `[B, T]`, the entropy of `π(· | h_t)` `[B, T]`, and features `[B, T, H]` for a
+        critic if the policy has any.
+    """
+    logits, features = unroll(policy, episodes, prior)
+    log_policy = logits.log_softmax(-1)  # [B, T, A]
+    log_probs = log_policy.gather(2, episodes.actions[..., None]).squeeze(2)
+    possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
+    entropies = -(log_policy.exp() * possible).sum(-1)
+    return log_probs, entropies, features
 
 
 def _logits(decision: Decision) -> Tensor:

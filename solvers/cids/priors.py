@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import invalid, require
-from cpomdp_ppl.experiments.fingerprint import describe
 from cpomdp_ppl.prior import as_prior, one_prior
-from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -90,14 +88,6 @@ def as_sampler(model: CPOMDP, prior: PriorLike) -> PriorSampler:
     if callable(prior):
         return prior
     return OnePrior(tuple(one_prior(prior, model).tolist()))
-
-
-def described_priors(sampler: PriorSampler) -> Any:
-    """A sampler in numbers and words that tell it from others: its settings, or else some of its draws."""
-    if is_dataclass(sampler):
-        return describe(sampler)
-    with isolated(0):
-        return sampler(8).tolist()
 
 
 def log_odds(prior: Tensor, dtype: torch.dtype) -> Tensor:

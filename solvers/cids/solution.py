@@ -9,26 +9,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.export import WORLD
 from cpomdp_ppl.diagnostics.inference_data import inference_groups, wrapped
+from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.evaluation import Evaluation, evaluate
-from cpomdp_ppl.experiments.files import CheckpointError, load_json, made_directory, save_json, write_atomic
+from cpomdp_ppl.experiments import run_files
+from cpomdp_ppl.experiments.files import (
+    CheckpointError,
+    as_directory,
+    load_json,
+    load_tensors,
+    made_directory,
+    save_json,
+    write_atomic,
+)
+from cpomdp_ppl.experiments.fingerprint import describe_model, require_same
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
-from solvers.cids.policy import LSTMPolicy
+from solvers.cids.policy import LSTMPolicy, as_learnable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import xarray as xr
     from arviz import InferenceData
     from matplotlib.figure import Figure
 
@@ -38,9 +51,11 @@ if TYPE_CHECKING:
 
 SETTINGS = "solution.json"
 WEIGHTS = re.compile(r"policy(-[0-9a-f]{16})?\.pt")
-"""Files of weights are called after what is in them."""
+"""Files of weights are named after a hash of what is in them."""
 EARLIER = "policy.pt"
-"""But there was a time when they were not, and settings did not name them."""
+"""The name of the file of weights in solutions that do not say what it is called: the earliest."""
+CHECKPOINT = "checkpoint.pt"
+"""The file that a fit keeps what it has learned in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +65,7 @@ class Solution:
     Attributes:
         model: The CPOMDP.
         policy: The best policy found, a module that is also a `Policy`.
-        prior: Over contexts, float64 `[C]`: what it was learned for, or for an amortised policy, which
+        prior: The prior over contexts that it was learned for, float64 `[C]`; for an amortised policy, which
             serves many, the model's.
         history: What was measured, by `iteration`: `return`, `entropy` (bits), `information_lower` and
             `information_upper` (nats), `objective`, `gradient_norm`, `temperature`, `learning_rate`, `ess`,
@@ -91,8 +106,8 @@ class Solution:
         Args:
             num_episodes: How many episodes to play.
             likelihood: How to compute context posteriors; left out, the most exact way that serves the model.
-            prior: Over contexts; that of the fit if left out.
-            seed: Of everything random.
+            prior: Prior over contexts; that of the fit if left out.
+            seed: Seed of all random numbers.
         """
         prior = self.prior if prior is None else prior
         policy: Policy = self.policy
@@ -111,7 +126,7 @@ class Solution:
             num_episodes: How many trajectories to show for each context.
             likelihood: How to compute the context posteriors along them; left out, by the
                 `default_backend` for the model.
-            seed: Of the trajectories.
+            seed: Seed of the trajectories.
         """
         from solvers.cids.plots import plot
 
@@ -176,6 +191,133 @@ class Solution:
             raise
         with suppress(OSError, CheckpointError):  # all that matters is done
             _keep_one(path)
+
+
+def as_history(columns: Mapping[str, Sequence[float]]) -> xr.Dataset:
+    """Measurements as a dataset, by iteration from 1."""
+    length = len(next(iter(columns.values()))) if columns else 0
+    variables = {name: ("iteration", np.asarray(column)) for name, column in columns.items()}
+    return xr.Dataset(variables, {"iteration": np.arange(1, length + 1)})
+
+
+def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module | None = None) -> Solution:
+    """Read a solution that `Solution.save` wrote; or the best policy so far, from a checkpoint of `fit`.
+
+    Files hold weights and numbers, never code: the model, and a policy of your own, are yours to give.
+
+    Args:
+        directory: Where it was saved, or the `checkpoint` of a fit that was stopped, however; or the run
+            folder of a `cpomdp fit`, which has one of them.
+        model: The CPOMDP it was learned for; one with other constants is refused.
+        policy: A module like the one that was learned, whose weights are overwritten; left out, an
+            `LSTMPolicy`.
+
+    Raises:
+        CheckpointError: If the files are not of a solution of this model.
+    """
+    require_model(model)
+    folder = as_directory("directory", directory)
+    places = (folder, folder / run_files.SOLUTION, folder / run_files.CHECKPOINT)
+    solutions = [place for place in places if (place / SETTINGS).is_file()]
+    checkpoints = [place for place in places if (place / CHECKPOINT).is_file()]
+    if checkpoints and not solutions:
+        return _so_far(checkpoints[0], model, policy)
+    found = f"a directory with {SETTINGS}, or the run folder of a fit"
+    require(bool(solutions), "directory", str(directory), found)
+    path = solutions[0]
+    content = _solution_content(path)
+    if not (path / content["weights"]).exists():  # another process may just have saved another
+        content = _solution_content(path)
+    settings = content["settings"]
+    expected = describe_model(model)
+    require_same(path / SETTINGS, {name: settings.get(name) for name in expected}, expected)
+    file = path / content["weights"]
+    net = _made_again(model, policy, content, load_tensors(file, model.device), file)
+    prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
+    try:
+        history = as_history(content["history"])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path / SETTINGS} is no solution: history: {error}") from error
+    return Solution(model, net, prior, history, settings, content["finished"])
+
+
+def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
+    """The best policy that a checkpoint holds, or that of its last iteration before there was a best."""
+    file = path / CHECKPOINT
+    state = read_checkpoint(path, model.device)
+    assert state is not None
+    settings, expected = state["settings"], describe_model(model)
+    require_same(file, {name: settings.get(name) for name in expected}, expected)
+    if not isinstance(state.get("prior"), list):
+        raise CheckpointError(f"{file} does not say what its policy is: go on with the fit, which does")
+    try:
+        last = {name[2:]: x for name, x in state["learner"]["networks"].items() if name.startswith("0.")}
+        history = as_history({name: column.tolist() for name, column in state["measured"].items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    best = last if state["best_weights"] is None else state["best_weights"]
+    net = _made_again(model, policy, state, best, file)
+    prior = as_prior(state["prior"], model.num_contexts, 1).to(model.device)
+    finished = history.sizes["iteration"] == settings.get("iterations")
+    return Solution(model, net, prior, history, settings, finished)
+
+
+def _made_again(
+    model: CPOMDP, policy: nn.Module | None, shape: Mapping[str, Any], weights: Any, file: Path
+) -> Any:
+    """A policy with weights that were found in a file: the one given, or an `LSTMPolicy` of that shape."""
+    if policy is not None:
+        net = as_learnable(policy)
+    elif not isinstance(hidden := shape.get("hidden"), int):
+        raise invalid("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
+    else:
+        size = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
+        if size != (4 * hidden, hidden):  # before a network of whatever size is made
+            raise CheckpointError(f"{file} is of a policy with hidden = {hidden}, but its weights are {size}")
+        net = LSTMPolicy(model, hidden, amortised=bool(shape.get("amortised", False)))
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} does not fit the policy: {error}") from error
+    net.eval()
+    return net
+
+
+def _solution_content(path: Path) -> dict[str, Any]:
+    content = {"weights": EARLIER, **load_json(path / SETTINGS)}
+    kinds = {
+        "weights": str,
+        "settings": dict,
+        "prior": list,
+        "history": dict,
+        "hidden": int | None,
+        "finished": bool,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name, ...), kind):
+            raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")
+    if not WEIGHTS.fullmatch(content["weights"]):  # a file beside this one, and no other
+        raise CheckpointError(f"{path / SETTINGS} is no solution: weights is {content['weights']!r}")
+    return content
+
+
+def read_checkpoint(directory: Path, device: torch.device) -> dict[str, Any] | None:
+    """What a fit left in its directory; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: If the file is not a checkpoint of a fit.
+    """
+    path = directory / CHECKPOINT
+    if not path.exists():
+        return None
+    state = load_tensors(path, device)
+    missing = {"learner", "measured", "best", "best_weights", "settings", "seed"} - set(state)
+    if missing:
+        raise CheckpointError(f"{path} is no checkpoint of a fit: it has no {', '.join(sorted(missing))}")
+    for name, kind in {"settings": dict, "seed": int}.items():
+        if not isinstance(state[name], kind):
+            raise CheckpointError(f"{path} is no checkpoint of a fit: {name} is {state[name]!r}")
+    return state
 
 
 def shape_of(policy: Any) -> dict[str, Any]:

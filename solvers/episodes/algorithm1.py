@@ -14,7 +14,7 @@ from cpomdp_ppl.prior import one_prior, stratified
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from solvers.cids import training
-from solvers.cids.group import alone
+from solvers.cids.group import single_process
 from solvers.cids.priors import DirichletPriors
 from solvers.cids.solution import Solution
 from solvers.episodes.record import Run, RunRecorder
@@ -137,10 +137,8 @@ def run(
     world = as_world(model, environment, number, contexts)
     if solution is None:
         ready = DirichletPriors(tuple(p.tolist()))
-        with alone():
+        with single_process():
             solution = training.fit(model, prior=ready, likelihood=backend, seed=root, progress=progress)
-        if not solution.finished:
-            raise KeyboardInterrupt
     policy = _as_policy(solution, model)
     if resolve is not False:
         world = ResolvingWorld.around(world, model, policy, backend, resolve)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import Tensor
 
 from cpomdp_ppl.context import entropy
+from cpomdp_ppl.diagnostics.datasets import dataset_of, further_dims, with_nan
 from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.inference.filtering import log_normalised
@@ -21,6 +21,7 @@ from solvers.regret.optima import Optima, context_known_values
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import xarray as xr
     from arviz import InferenceData
     from matplotlib.figure import Figure
 
@@ -120,7 +121,6 @@ class Run:
         Args:
             optima: As for `regret`; left out, there is a regret only if the model has it in closed form.
         """
-        R, K = self.returns.shape
         by_episode = ("run", "episode")
         variables: dict[str, Any] = {
             "probability": (("run", "episodes_lived", "context"), self.posteriors.cpu().numpy()),
@@ -130,18 +130,13 @@ class Run:
             "played": (by_episode, self.played.cpu().numpy()),
         }
         if self.contexts is not None:
-            names = np.array(self.model.context_names)
-            variables["true_context"] = ("run", names[self.contexts.cpu().numpy()])
+            true = np.array(self.model.context_names)[self.contexts.cpu().numpy()]
+            variables["true_context"] = (("run",), true)
             best = self.model.context_known_return() if optima is None else optima
             if best is not None:
                 variables["regret"] = (by_episode, self.regret(best).cpu().numpy())
-        coordinates = {
-            "run": np.arange(R),
-            "episode": np.arange(1, K + 1),
-            "episodes_lived": np.arange(K + 1),
-            "context": list(self.model.context_names),
-        }
-        return xr.Dataset(variables, coordinates)
+        names = list(self.model.context_names)
+        return dataset_of(variables, {"episode": np.arange(1, self.num_episodes + 1), "context": names})
 
     def to_inference_data(
         self, *, chains: int = 4, draws: int = 250, seed: int | None = 0
@@ -165,18 +160,12 @@ class Run:
             index = torch.multinomial(flat, M * D, replacement=True)  # [R (K+1), M D]
         index = index.T.reshape(M, D, R, steps).cpu()
         axes = ("chain", "draw", "run", "episodes_lived")
-        posterior = xr.Dataset(
+        posterior = dataset_of(
             {
                 "context_index": (axes, index.numpy()),
                 "is_context": ((*axes, "context"), torch.nn.functional.one_hot(index, C).numpy()),
             },
-            {
-                "chain": np.arange(M),
-                "draw": np.arange(D),
-                "run": np.arange(R),
-                "episodes_lived": np.arange(steps),
-                "context": list(self.model.context_names),
-            },
+            {"context": list(self.model.context_names)},
         )
         return wrapped({"posterior": posterior, "observed_data": self._observed(), "run": self.to_dataset()})
 
@@ -193,17 +182,12 @@ class Run:
             alive = np.arange(steps) < batch.lengths.cpu().numpy()[:, None]
             actions[rows, k, :steps] = np.where(alive, batch.actions.cpu().numpy(), -1)
             for name, values in batch.observations.items():
-                flags = batch.observed[name]
-                flags = flags.reshape(flags.shape + (1,) * (values.dim() - flags.dim()))
-                seen = torch.where(flags, values.double(), torch.nan)
-                sites[name][rows, k, :steps] = seen.cpu().numpy()
+                sites[name][rows, k, :steps] = with_nan(values, batch.observed[name]).cpu().numpy()
         axes = ("run", "episode", "time")
         variables: dict[str, Any] = {"action": (axes, actions)}
         for name, series in sites.items():
-            further = tuple(f"{name}_dim_{i}" for i in range(series.ndim - 3))
-            variables[name] = ((*axes, *further), series)
-        coordinates = {"run": np.arange(R), "episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)}
-        return xr.Dataset(variables, coordinates)
+            variables[name] = ((*axes, *further_dims(name, series.ndim - 3)), series)
+        return dataset_of(variables, {"episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)})
 
     def plot(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
         """A figure of cumulative regret, or of returns where regret is not known, and of the posterior.

@@ -14,7 +14,7 @@ from cpomdp_ppl.errors import require
 from cpomdp_ppl.rng import seed_for
 from solvers.cids import training
 from solvers.cids.estimator import ActorCritic
-from solvers.cids.group import alone
+from solvers.cids.group import single_process
 from solvers.cids.schedules import Geometric
 from solvers.episodes.worlds import EpisodeOutcome
 
@@ -35,19 +35,12 @@ RESOLVING: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class ResolvingWorld:
-    """A world in which every run fits its policy further to what it has come to believe, and then plays.
-
-    Attributes:
-        world: Where the runs play.
-        model: The CPOMDP.
-        policies: A policy for each run, fitted further in place.
-        settings: Settings of `fit`.
-    """
+    """A world in which every run fits its policy further to what it has come to believe, and then plays."""
 
     world: World
     model: CPOMDP
-    policies: list[Any]
-    settings: Mapping[str, Any]
+    policies: list[Any]  # one for each run, fitted further in place
+    settings: Mapping[str, Any]  # of `fit`
 
     @staticmethod
     def around(
@@ -75,10 +68,8 @@ class ResolvingWorld:
         outcomes = []
         for row in rows.tolist():
             settings = {"seed": seed_for(seed, row), "progress": False, **self.settings}
-            with alone():
+            with single_process():
                 solution = training.fit(self.model, prior=prior[row], policy=self.policies[row], **settings)
-            if not solution.finished:  # it takes Ctrl-C for a wish to see the best so far
-                raise KeyboardInterrupt
             outcomes.append(self.world.play(solution.policy, backend, rows.new_tensor([row]), prior, seed))
         return EpisodeOutcome.joined(outcomes)
 

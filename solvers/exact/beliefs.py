@@ -105,36 +105,17 @@ def condition(predicted: Reals, likelihood: Reals) -> tuple[Reals, Reals]:
 
 @dataclass(frozen=True, eq=False)
 class Reachable:
-    """All beliefs that can be reached from a prior, whatever is done.
+    """All beliefs that can be reached from a prior, whatever is done; -1 stands for what cannot happen."""
 
-    Attributes:
-        layers: The beliefs by time, T layers.
-        first: The belief after each outcome at time 0, `[K]`; -1 for what cannot happen.
-        first_probabilities: How likely the agent holds each of these outcomes, `[K]`.
-        successors: The belief after each belief and outcome, (T - 1) × `[n, K]`; -1 for what cannot happen.
-        probabilities: How likely the agent holds each of these outcomes, (T - 1) × `[n, K]`.
-    """
-
-    layers: tuple[Layer, ...]
-    first: Indices
-    first_probabilities: Reals
-    successors: tuple[Indices, ...]
-    probabilities: tuple[Reals, ...]
+    layers: tuple[Layer, ...]  # the beliefs by time, T layers
+    first: Indices  # the belief after each outcome at time 0, [K]
+    first_probabilities: Reals  # how likely these outcomes are, [K]
+    successors: tuple[Indices, ...]  # the belief after each belief and outcome, (T - 1) × [n, K]
+    probabilities: tuple[Reals, ...]  # how likely these outcomes are, (T - 1) × [n, K]
 
 
 def reachable(tables: Finite, prior: Reals, horizon: int, most: int, step: Callable[[], object]) -> Reachable:
-    """Go through all beliefs, layer by layer.
-
-    Args:
-        tables: The model's tables.
-        prior: Prior over contexts, `[C]`.
-        horizon: How many layers T there are.
-        most: How many beliefs a layer may have.
-        step: A function that is called after every layer.
-
-    Raises:
-        TooManyBeliefsError: If a layer has more beliefs.
-    """
+    """Go through all beliefs from a prior `[C]`, at most so many in a layer; `step` is called after each."""
     layer, first, first_probabilities = _first_layer(tables, prior, most)
     layers, successors, probabilities = [layer], [], []
     step()

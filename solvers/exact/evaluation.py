@@ -62,17 +62,11 @@ class Assessment:
 
 @dataclass(frozen=True, eq=False)
 class Histories:
-    """All histories of one time that a policy meets.
+    """All histories of one time that a policy meets."""
 
-    Attributes:
-        numbers: The outcomes that were met at times 0 … t, `[B, t + 1]`.
-        weights: `P(h, s | c)`, `[B, C, N]`.
-        beliefs: `P(c, s | h)` as the agent has it, `[B, C, N]`.
-    """
-
-    numbers: Indices
-    weights: Reals
-    beliefs: Reals
+    numbers: Indices  # the outcomes that were met at times 0 … t, [B, t + 1]
+    weights: Reals  # P(h, s | c), [B, C, N]
+    beliefs: Reals  # P(c, s | h) as the agent has it, [B, C, N]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -87,11 +81,7 @@ class Histories:
         return Histories(np.flatnonzero(met)[:, None], weights[met], beliefs[met])
 
     def extended(self, tables: Finite, chances: Reals, most: int) -> Histories:
-        """The histories one step later, if actions are taken with probabilities `π(a | h)`, `[B, A]`.
-
-        Raises:
-            TooManyHistoriesError: If there are more than `most`.
-        """
+        """The histories one step later, at most so many, if actions are taken by chance, `[B, A]`."""
         after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
         grown: list[tuple[Indices, Reals, Reals]] = []
         for i, part in parts(tables, len(self)):

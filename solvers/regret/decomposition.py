@@ -222,19 +222,12 @@ def _as_optima(optima: Optima | Sequence[float] | Tensor, num_contexts: int) -> 
 
 
 class _Valued(NamedTuple):
-    """What is worth what from each of N priors.
-
-    Attributes:
-        policy: Values of the policy.
-        highest: `max_π V̄(π)`, `[N]`.
-        highest_error: Its standard error, `[N]`.
-        delta_error: Standard error of `max_π V̄(π)` less the policy's `V̄`, `[N]`.
-    """
+    """What a policy, and the best one, are worth from each of N priors."""
 
     policy: PolicyValues
-    highest: Tensor
-    highest_error: Tensor
-    delta_error: Tensor
+    highest: Tensor  # max_π V̄(π), [N]
+    highest_error: Tensor  # its standard error, [N]
+    delta_error: Tensor  # standard error of max_π V̄(π) less the policy's V̄, [N]
 
     @staticmethod
     def joined(parts: Sequence[_Valued]) -> _Valued:
@@ -310,14 +303,7 @@ def _weighted_error(priors: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _parts(valued: _Valued, posteriors: Tensor, contexts: Tensor, optima: Optima) -> dict[str, Tensor]:
-    """Regret and its parts with their standard errors, `[N]` each.
-
-    Args:
-        valued: What is worth what from each posterior.
-        posteriors: P_k, `[N, C]`.
-        contexts: The true contexts c*, `[N]`.
-        optima: `V_c(π*_c)`.
-    """
+    """Regret, its parts and their errors, `[N]`, of posteriors P_k `[N, C]` and true contexts c* `[N]`."""
     (values, errors, information, information_error), highest, highest_error, delta_error = valued
     at = contexts[:, None]
     known, known_error = optima.values[contexts], optima.standard_errors[contexts]

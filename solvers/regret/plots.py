@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpomdp_ppl.diagnostics.style import BAND, COLOURS, GREY, STYLES, TRUTH
+from cpomdp_ppl.diagnostics.style import BAND, GREY, TRUTH, colour_of, line_style, without_box
 from cpomdp_ppl.errors import require, require_number
 
 if TYPE_CHECKING:
@@ -97,10 +97,12 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
     for i, (name, ratios) in enumerate(_named("curves", curves).items()):
         k = np.broadcast_to(np.arange(1, ratios.shape[1] + 1), ratios.shape)
         if len(ratios) > 1:
-            axis.plot(k.ravel(), ratios.ravel(), "o", ms=3, mew=0, alpha=0.35, color=_colour(i))
+            axis.plot(k.ravel(), ratios.ravel(), "o", ms=3, mew=0, alpha=0.35, color=colour_of(i))
         known = ~np.isnan(ratios).all(0)
         mean = np.nanmean(ratios[:, known], axis=0)
-        axis.plot(k[0, known], mean, marker="o", ms=4, color=_colour(i), ls=_style(i), lw=1.6, label=name)
+        axis.plot(
+            k[0, known], mean, marker="o", ms=4, color=colour_of(i), ls=line_style(i), lw=1.6, label=name
+        )
     axis.axhline(temperature, color=TRUTH, ls="dashed", lw=1.4, label=f"τ = {temperature:g}")
     axis.set(xlabel="episode k", ylabel="information ratio Δ / I (reward per nat)")
     _finish(figure, axis)
@@ -146,8 +148,8 @@ def plot_run(run: Run, optima: Sequence[float] | Tensor | Optima | None = None) 
         curves = {name: run.posteriors[..., c].cpu().numpy() for c, name in enumerate(names)}
     after = np.arange(run.num_episodes + 1)
     for i, (name, probability) in enumerate(curves.items()):
-        right.plot(after, probability.T, color=_colour(i), lw=0.7, alpha=min(1.0, 20 / len(probability)))
-        right.plot(after, probability.mean(0), color=_colour(i), lw=2.0, label=name)
+        right.plot(after, probability.T, color=colour_of(i), lw=0.7, alpha=min(1.0, 20 / len(probability)))
+        right.plot(after, probability.mean(0), color=colour_of(i), lw=2.0, label=name)
     right.set(xlabel="episodes played", ylabel="posterior probability", ylim=(-0.03, 1.03))
     for axis in (left, right):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -183,26 +185,18 @@ def _lines(axis: Axes, argument: str, curves: Any, first: int = 1) -> tuple[int,
         mean = curve.mean(0)
         if R > 1:
             error = curve.std(0, ddof=1) / R**0.5
-            axis.fill_between(k, mean - 2 * error, mean + 2 * error, color=_colour(i), alpha=BAND, lw=0)
-        axis.plot(k, mean, color=_colour(i), ls=_style(i), lw=1.6, label=name)
+            axis.fill_between(k, mean - 2 * error, mean + 2 * error, color=colour_of(i), alpha=BAND, lw=0)
+        axis.plot(k, mean, color=colour_of(i), ls=line_style(i), lw=1.6, label=name)
         longest = max(longest, K)
         heights.append(float(np.abs(mean).max()))
     return longest, heights
-
-
-def _colour(k: int) -> str:
-    return COLOURS[k % len(COLOURS)]
-
-
-def _style(k: int) -> str:
-    return STYLES[k // len(COLOURS) % len(STYLES)]
 
 
 def _finish(figure: Figure, axis: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axis.spines[["top", "right"]].set_visible(False)
+    without_box(axis)
     axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
     longest = max(map(len, labels), default=0)

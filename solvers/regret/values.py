@@ -16,7 +16,7 @@ from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
 from solvers import exact as exactly
-from solvers.cids.objective import MIXED
+from solvers.cids.batch import PRIOR_SHARE
 from solvers.exact import MAX_HISTORIES
 from solvers.exact.beliefs import DECIMALS as EXACT_DECIMALS
 from solvers.exact.tables import distinct_rows
@@ -208,7 +208,7 @@ def _log_ratio(log_posterior: Tensor, prior: Tensor, contexts: Tensor) -> Tensor
     """
     posterior = log_posterior.exp()
     lost = ((posterior == 0) & (prior > 0)).any(-1, keepdim=True)
-    q = torch.where(lost, (1 - MIXED) * posterior + MIXED * prior, posterior)
+    q = torch.where(lost, (1 - PRIOR_SHARE) * posterior + PRIOR_SHARE * prior, posterior)
     ratio = q.gather(1, contexts[:, None]) / prior.gather(1, contexts[:, None])
     return ratio.squeeze(1).log()
 

@@ -12,20 +12,18 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from baselines.binning import UNSEEN, Binning
+from baselines.lockstep import LockStep, Rows
 from baselines.pomcp import POMCP, POUCT
 from baselines.pomdp_py_adapter import (
-    UNSEEN,
     Augmented,
-    Binning,
     Choice,
     Choices,
-    LockStep,
     PlannerPOUCT,
-    Rows,
+    SuccessorModel,
     Symbol,
-    Transition,
     agent,
-    ask_rest,
+    ask_rollout,
     ask_step,
     particles,
 )
@@ -202,7 +200,7 @@ def test_the_adapter_agrees_with_simulate(model):
 
 
 def test_after_the_horizon_nothing_happens():
-    transition = Transition(3)
+    transition = SuccessorModel(3)
     state = Augmented([1.0], 0, 3, reward=5.0)
     after = transition.sample(state, Choice(0))
     assert (after.reward, after.time) == (0.0, 3)
@@ -210,7 +208,7 @@ def test_after_the_horizon_nothing_happens():
 
 
 def rests(model, states, rollout):
-    return torch.tensor(played(model, [lambda s=state: ask_rest(s) for state in states], rollout=rollout))
+    return torch.tensor(played(model, [lambda s=state: ask_rollout(s) for state in states], rollout=rollout))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from baselines import rdpg
+from baselines.learned import LearningInterrupted
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
 from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
 from cpomdp_ppl.encoding import Encoding
@@ -289,7 +290,7 @@ def test_where_nothing_is_earned_the_unit_of_reward_is_one():
     assert fitted(Nothing()).history.greedy_return.values.tolist() == [0, 0, 0]
 
 
-def test_interrupted_it_returns_what_it_has(monkeypatch, capsys):
+def test_interrupted_it_raises_with_what_it_has(monkeypatch):
     whole = fitted(num_episodes=40)  # the same up to there, but for how chance falls
     rounds = iter(range(100))
     iterate = rdpg.Fitting.iterate
@@ -300,12 +301,13 @@ def test_interrupted_it_returns_what_it_has(monkeypatch, capsys):
         return iterate(self)
 
     monkeypatch.setattr(rdpg.Fitting, "iterate", interrupted)
-    part = fitted(num_episodes=40)
+    with pytest.raises(LearningInterrupted) as stop:
+        fitted(num_episodes=40)
+    part = stop.value.learned
     assert not part.finished
     assert part.history.episodes.values.tolist() == [20, 30]  # evaluated once more, where it was stopped
     assert part.history.greedy_return[0] == whole.history.greedy_return[0]
     assert simulate(LineGrid(), part.policy, 3, seed=0).returns.shape == (3,)
-    assert "stopped after 30 of 40" in capsys.readouterr().out
 
 
 def test_interrupted_before_it_began(monkeypatch):
@@ -313,9 +315,9 @@ def test_interrupted_before_it_began(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rdpg.Fitting, "iterate", interrupted)
-    part = fitted()
-    assert part.history.sizes["episodes"] == 0
-    assert not part.finished
+    with pytest.raises(LearningInterrupted) as stop:
+        fitted()
+    assert stop.value.learned.history.sizes["episodes"] == 0
 
 
 @pytest.mark.parametrize(

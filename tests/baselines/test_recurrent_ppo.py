@@ -19,7 +19,7 @@ def test_its_policy_decides_as_the_library_does():
     learned = recurrent_ppo.fit(model, 1, progress=False)  # that is, one round
     seen = []
 
-    class Watched(recurrent_ppo.RecurrentPolicy):
+    class Watched(recurrent_ppo.RecurrentPPOPolicy):
         def act(self, history, memory):
             decision, memory = super().act(history, memory)
             seen.append((self.encoding.encode(history.latest, history.time), decision.logits.argmax(-1)))

@@ -15,8 +15,10 @@ from torch import nn
 from cpomdp_ppl import Episodes, simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
-from solvers.cids.estimator import ActorCritic, Critic, Decisions, GradientStep, Reinforce, standardised
-from solvers.cids.objective import Batch, Information, Variational, as_objective
+from solvers.cids.batch import OWN, Batch
+from solvers.cids.critic import Critic
+from solvers.cids.estimator import ActorCritic, Decisions, GradientStep, Reinforce, standardised
+from solvers.cids.objective import Information, Variational, as_objective
 from solvers.cids.policy import LSTMPolicy
 from tests.solvers.truth import tables
 
@@ -60,15 +62,15 @@ def tiger():
     return model, policy
 
 
-def logs(policy, episodes):
+def log_probs_of(policy, episodes):
     log_policy = policy.logits(policy.lstm(policy.encoding.sequence(episodes).double())[0]).log_softmax(-1)
-    return log_policy, log_policy.gather(2, episodes.actions[..., None]).squeeze(2)
+    return log_policy.gather(2, episodes.actions[..., None]).squeeze(2)
 
 
 def exact_value(model, policy, objective):
     """`E[R] + τ I(C; Y)`, or `E[R] + τ H(Y)`, by summing over everything that can happen."""
     episodes, likelihood, rewards = everything_that_can_happen(model)
-    joint = logs(policy, episodes)[1].sum(1).exp()[:, None] * likelihood / model.num_contexts  # P(y, c)
+    joint = log_probs_of(policy, episodes).sum(1).exp()[:, None] * likelihood / model.num_contexts  # P(y, c)
     p_y = joint.sum(1)
     assert float(p_y.sum().detach()) == pytest.approx(1.0, abs=1e-9)
     earned = (joint * rewards).sum()
@@ -109,20 +111,19 @@ def test_gradients_are_unbiased(tiger, name, baseline, belief):
     estimator = {
         "none": Reinforce(baseline=False),
         "mean": Reinforce(),
-        "critic": ActorCritic(trace=1.0),
+        "critic": ActorCritic(gae_lambda=1.0),
     }[baseline]
     estimates = []
     size = 250
     for seed in range(40):
         batch = drawn(model, policy, size, seed)
-        log_policy, log_probs = logs(policy, batch.episodes)
+        log_probs = log_probs_of(policy, batch.episodes)
         payoffs = objective.payoffs(batch, log_probs.detach(), TEMPERATURE)
         # any function of the history will do for a critic: the number of listens so far
         values = 2.0 * (batch.episodes.actions == 0).double().cumsum(1).roll(1, 1)
         values[:, 0] = 0.0
-        before = Decisions(
-            log_policy, log_probs, values, torch.zeros(size, 3, 3), torch.zeros(size, 3, 1)
-        ).detached()
+        blank = torch.zeros(size, 3, 3)
+        before = Decisions(batch, log_probs, blank[..., 0], values, blank, blank).detached()
         advantages = estimator.advantages(payoffs, before)
         loss = -(advantages * log_probs).sum(1).mean()
         factor = size / (size - 1) if baseline == "mean" else 1.0
@@ -170,7 +171,7 @@ def test_belief_rewards_have_the_same_mean_and_less_variance(tiger):
 def test_the_variational_payoffs_sum_to_the_printed_loss(tiger):
     model, policy = tiger
     batch = drawn(model, policy, 30, seed=2)
-    log_probs = logs(policy, batch.episodes)[1].detach()
+    log_probs = log_probs_of(policy, batch.episodes).detach()
     total = Variational().payoffs(batch, log_probs, TEMPERATURE).sum(1)
     log_p = log_probs.sum(1) + (batch.filtering.log_likelihood.exp().mean(1)).log()
     printed = log_p - batch.episodes.returns.double() / TEMPERATURE  # J(y, c) of Algorithm 2
@@ -190,14 +191,14 @@ def test_the_critic_is_told_where_the_agent_was():
 def test_states_are_measured_in_units_of_their_spread():
     values = torch.randn(50, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = values * torch.tensor([100.0, 1e-3, 0.0]) + 7.0
-    units = standardised(values)
+    units = standardised(values, OWN)
     torch.testing.assert_close(
         units.std((0, 1), correction=0), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
     )
     assert float(units.mean((0, 1)).abs().max()) < 1e-9
 
 
-def by_the_book(payoffs, values, trace):
+def by_the_book(payoffs, values, gae_lambda):
     """Generalised advantages, a loop at a time."""
     B, T = payoffs.shape
     result = torch.zeros(B, T, dtype=torch.float64)
@@ -205,20 +206,19 @@ def by_the_book(payoffs, values, trace):
         for t in range(T):
             for k in range(t, T):
                 after = values[b, k + 1] if k + 1 < T else 0.0
-                result[b, t] += trace ** (k - t) * (payoffs[b, k] + after - values[b, k])
+                result[b, t] += gae_lambda ** (k - t) * (payoffs[b, k] + after - values[b, k])
     return result
 
 
-@pytest.mark.parametrize("trace", [0.0, 0.5, 0.95, 1.0])
-def test_generalised_advantages(trace):
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
+def test_generalised_advantages(gae_lambda):
     generator = torch.Generator().manual_seed(0)
     payoffs = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     values = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    before = Decisions(
-        torch.zeros(3, 6, 2), torch.zeros(3, 6), values, torch.zeros(3, 6, 2), torch.zeros(3, 6, 1)
-    )
-    advantages = ActorCritic(trace=trace).advantages(payoffs, before)
-    torch.testing.assert_close(advantages, by_the_book(payoffs, values, trace))
+    blank = torch.zeros(3, 6)
+    before = Decisions(None, blank, blank, values, blank[..., None], blank[..., None])
+    advantages = ActorCritic(gae_lambda=gae_lambda).advantages(payoffs, before)
+    torch.testing.assert_close(advantages, by_the_book(payoffs, values, gae_lambda))
 
 
 def test_new_units_do_not_change_what_the_critic_says():
@@ -227,7 +227,7 @@ def test_new_units_do_not_change_what_the_critic_says():
     before = critic(features)[0]
     targets = 300.0 + 40.0 * torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
     critic.rescale(targets)
-    assert bool(critic.settled)
+    assert bool(critic.has_units)
     assert float(critic.scale) == pytest.approx(float(targets.std(correction=0)), rel=1e-4)
     torch.testing.assert_close(critic(features)[0], before, rtol=1e-4, atol=1e-3)
     critic.rescale(-targets)
@@ -238,7 +238,7 @@ def test_new_units_do_not_change_what_the_critic_says():
 def test_payoffs_without_spread_leave_the_units_alone():
     critic = Critic(5, 2, 1)
     critic.rescale(torch.full((10, 3), 7.0))
-    assert not bool(critic.settled)
+    assert not bool(critic.has_units)
     assert (float(critic.mean), float(critic.scale)) == (7.0, 1.0)
 
 
@@ -246,13 +246,13 @@ def test_the_first_step_on_a_batch_is_the_plain_gradient(tiger):
     """Before anything is clipped, `terms` has the gradient of the estimates above, but for its units."""
     model, policy = tiger
     batch = drawn(model, policy, 100, seed=5)
-    log_policy, log_probs = logs(policy, batch.episodes)
+    log_probs = log_probs_of(policy, batch.episodes)
     payoffs = Information().payoffs(batch, log_probs.detach(), TEMPERATURE)
     blank = torch.zeros(100, 3, 1, dtype=torch.float64)
-    now = Decisions(log_policy, log_probs, blank[..., 0], blank, blank)
+    now = Decisions(batch, log_probs, blank[..., 0], blank[..., 0], blank, blank)
     estimator = ActorCritic()
     advantages = estimator.advantages(payoffs, now.detached())
-    terms = estimator.terms(GradientStep.first(batch, advantages, now, Critic(1, 3, 1), 0.0))
+    terms = estimator.terms(GradientStep.first(advantages, now, Critic(1, 3, 1), 0.0))
     weights = [*policy.lstm.parameters(), *policy.logits.parameters()]
     ours = flat(torch.autograd.grad(terms["policy"], weights, retain_graph=True))
     plain = flat(torch.autograd.grad(-(advantages * log_probs).mean(), weights))
@@ -263,15 +263,15 @@ def test_clipping_stops_the_gradient_where_the_policy_has_gone_far_enough():
     """Episodes 0 and 1 have moved far towards their action, 2 and 3 have not; 0 and 2 did well."""
     logits = torch.tensor([2.0, 2.0, 0.1, 0.1]).reshape(4, 1, 1) * torch.tensor([1.0, 0.0])  # [4, 1, 2]
     logits.requires_grad_()
-    even = torch.full((4, 1, 2), 0.5)
-    none = torch.zeros(4, 1)
-    before = Decisions(even.log(), even.log()[..., 0], none, even.log(), even)
-    now = Decisions(logits.log_softmax(-1), logits.log_softmax(-1)[..., 0], none, even.log(), even)
     model = LightDark(1)
     episodes = simulate(model, LSTMPolicy(model), 4, contexts="balanced", seed=0)
     batch = Batch.of(episodes, ExtendedKalmanFilter().run(model, episodes), model.prior())
+    even = torch.full((4, 1, 2), 0.5)
+    none = torch.zeros(4, 1)
+    before = Decisions(batch, even.log()[..., 0], none, none, even.log(), even)
+    now = Decisions(batch, logits.log_softmax(-1)[..., 0], none, none, even.log(), even)
     advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
-    first = GradientStep.first(batch, advantages, before, Critic(1, 2, 1), 0.0)
+    first = GradientStep.first(advantages, before, Critic(1, 2, 1), 0.0)
     terms = ActorCritic(clip=0.2).terms(replace(first, now=now))
     (gradient,) = torch.autograd.grad(terms["policy"], logits)
     assert (gradient.abs().sum((1, 2)) > 0).tolist() == [False, True, True, True]
@@ -290,7 +290,7 @@ def test_what_is_no_objective_is_refused(objective):
     ("name", "value"),
     [
         ("epochs", 0),
-        ("trace", 1.5),
+        ("gae_lambda", 1.5),
         ("clip", 0.0),
         ("exploration", -1.0),
         ("random_actions", 1.0),

@@ -11,8 +11,8 @@ from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark
 from cpomdp_ppl.prior import stratified
 from solvers import cids
-from solvers.cids.learner import Trunk
-from solvers.cids.objective import Batch
+from solvers.cids.batch import Batch
+from solvers.cids.critic import Trunk
 from solvers.cids.priors import DirichletPriors, OnePrior, as_sampler, draw_priors, log_odds
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import xarray as xr
 
+from cpomdp_ppl.experiments import files
 from cpomdp_ppl.inference import ObservableOperator
 from cpomdp_ppl.models import LineGrid
 from solvers import cids
@@ -92,14 +93,14 @@ def test_a_solution_of_an_earlier_format(solution, tmp_path):
 
 def test_a_solution_that_is_saved_while_it_is_read(solution, tmp_path, monkeypatch):
     solution.save(tmp_path)
-    real, calls = cids.load_json, []
+    real, calls = files.load_json, []
 
     def load_json(path):
         calls.append(path)
         gone = {"weights": "policy-0123456789abcdef.pt"} if len(calls) == 1 else {}
         return real(path) | gone
 
-    monkeypatch.setattr(cids, "load_json", load_json)
+    monkeypatch.setattr("solvers.cids.solution.load_json", load_json)
     assert cids.load(tmp_path, solution.model).settings == solution.settings
     assert len(calls) == 2
 

@@ -25,7 +25,8 @@ from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from solvers import cids
 from solvers.cids.callbacks import TensorBoard
 from solvers.cids.estimator import ActorCritic, Reinforce
-from solvers.cids.learner import DivergedError
+from solvers.cids.experience import Experience
+from solvers.cids.learner import DivergedError, Learner
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.schedules import Geometric
 from tests.programs import Learnable, Needle
@@ -43,6 +44,12 @@ def same_history(one, other):
     """Everything but the time it took."""
     names = [name for name in one.data_vars if not str(name).startswith("seconds")]
     return all(np.array_equal(one[name], other[name], equal_nan=True) for name in names)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A fit without a break."""
+    return cids.fit(LineGrid(), **SHORT)
 
 
 class Table(nn.Module):
@@ -199,63 +206,93 @@ def test_a_table_learns_not_to_walk_into_detectors():
     assert solution.evaluate(2000).returns.mean > -1.0
 
 
-class Interrupted:
-    """Ctrl-C after some iterations."""
+def interrupted_fit(after, model, **settings):
+    """The best so far of a fit that is stopped by Ctrl-C after some iterations."""
 
-    def __init__(self, after):
-        self.after = after
-
-    def __call__(self, iteration, measured, policy):
-        if iteration == self.after:
+    def press(iteration, measured, policy):
+        if iteration == after:
             raise KeyboardInterrupt
 
+    with pytest.raises(KeyboardInterrupt) as stop:
+        cids.fit(model, **settings, callbacks=[press])
+    assert isinstance(stop.value, cids.Interrupted)
+    return stop.value.solution
 
-def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path):
-    whole = cids.fit(LineGrid(), **SHORT)
-    part = cids.fit(
-        LineGrid(), **SHORT, checkpoint=tmp_path, checkpoint_every=2, callbacks=[Interrupted(after=5)]
-    )
+
+def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, whole):
+    settings = {**SHORT, "checkpoint": tmp_path, "checkpoint_every": 2}
+    part = interrupted_fit(5, LineGrid(), **settings)
     assert not part.finished
     assert part.history.sizes["iteration"] == 5
     resumed = []
-    rest = cids.fit(
-        LineGrid(),
-        **SHORT,
-        checkpoint=tmp_path,
-        checkpoint_every=2,
-        callbacks=[lambda iteration, measured, policy: resumed.append(iteration)],
-    )
-    assert resumed == [5, 6]  # the checkpoint was of iteration 4
+    rest = cids.fit(LineGrid(), **settings, callbacks=[lambda iteration, *_: resumed.append(iteration)])
+    assert resumed == [6]  # Ctrl-C has written a checkpoint
     assert rest.finished
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
-    assert not [path for path in tmp_path.iterdir() if path.name != "checkpoint.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
-SCRIPT = """
-import sys
-from cpomdp_ppl.models import LineGrid
-from solvers import cids
-cids.fit(LineGrid(), likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False,
-         checkpoint=sys.argv[1], checkpoint_every=1, callbacks=[lambda k, *_: print(k, flush=True)])
-"""
+@pytest.mark.parametrize("at", ["play", "filter", "gradient"])
+def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(tmp_path, whole, at, monkeypatch):
+    """Wherever it comes: in the middle of a gradient step, the weights are of no iteration."""
+    calls = []
 
+    def pressed(real):
+        def call(*arguments):
+            calls.append(1)
+            if len(calls) == 5:  # of the epochs, the second of the second iteration
+                raise KeyboardInterrupt
+            return real(*arguments)
 
-def test_a_killed_fit_goes_on_to_the_very_same_end(tmp_path):
-    whole = cids.fit(LineGrid(), **SHORT)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums by two may round differently
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as victim:
-        assert victim.stdout is not None
-        while victim.stdout.readline().strip() != "2":
-            assert victim.poll() is None
-        victim.send_signal(signal.SIGKILL)
+        return call
+
+    owner, name = {
+        "play": (Experience, "play"),
+        "filter": (Experience, "filter"),
+        "gradient": (Learner, "_descend"),
+    }[at]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, pressed(getattr(owner, name)))
+        with pytest.raises(cids.Interrupted):
+            cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
     rest = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
 
 
-def test_ctrl_c_returns_the_best_so_far():
+SCRIPT = """
+import sys, time
+from cpomdp_ppl.models import LineGrid
+from solvers import cids
+
+def wait(iteration, measured, policy):
+    if iteration == 3:
+        print("ready", flush=True)
+        time.sleep(60)
+
+cids.fit(LineGrid(), likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False,
+         checkpoint=sys.argv[1], checkpoint_every=1, callbacks=[wait])
+"""
+
+
+def test_a_killed_fit_goes_on_to_the_very_same_end(tmp_path, whole):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums by two may round differently
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline().strip() == "ready"
+        victim.send_signal(signal.SIGKILL)
+    so_far = cids.load(tmp_path, LineGrid())
+    assert so_far.history.sizes["iteration"] == 2
+    assert not so_far.finished
+    assert so_far.evaluate(10).returns.num_episodes == 10
+    rest = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
+    assert same_weights(whole.policy, rest.policy)
+    assert same_history(whole.history, rest.history)
+
+
+def test_ctrl_c_stops_and_carries_the_best_so_far(capsys):
     """A real signal, in the middle of things."""
 
     def press(iteration, measured, policy):
@@ -263,24 +300,25 @@ def test_ctrl_c_returns_the_best_so_far():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
 
-    solution = cids.fit(LineGrid(), **{**SHORT, "iterations": 1000}, callbacks=[press])
+    with pytest.raises(KeyboardInterrupt, match="stopped after 3 of 1,000 iterations") as stop:
+        cids.fit(LineGrid(), **{**SHORT, "iterations": 1000}, callbacks=[press])
+    solution = stop.value.solution
     assert not solution.finished
+    assert not solution.policy.training
     assert solution.history.sizes["iteration"] == 3
     assert solution.evaluate(10).returns.num_episodes == 10
 
 
 def test_a_finished_fit_is_not_done_again(tmp_path):
     first = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
-    again = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path, callbacks=[Interrupted(after=1)])
+    again = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path, callbacks=[lambda *_: pytest.fail("again")])
     assert again.finished
     assert same_weights(first.policy, again.policy)
 
 
 def test_a_seed_left_out_is_the_checkpoints(tmp_path):
     settings = {**SHORT, "seed": None}
-    cids.fit(
-        LineGrid(), **settings, checkpoint=tmp_path, checkpoint_every=1, callbacks=[Interrupted(after=2)]
-    )
+    interrupted_fit(2, LineGrid(), **settings, checkpoint=tmp_path)
     assert cids.fit(LineGrid(), **settings, checkpoint=tmp_path).finished
 
 
@@ -323,7 +361,7 @@ def test_numpy_numbers_and_functions_can_be_resumed(tmp_path):
         result.process_variance = np.float64(0.1)
         return result
 
-    cids.fit(model(), **settings(), checkpoint=tmp_path, checkpoint_every=1, callbacks=[Interrupted(after=2)])
+    interrupted_fit(2, model(), **settings(), checkpoint=tmp_path)
     assert cids.fit(model(), **settings(), checkpoint=tmp_path).finished
 
 
@@ -593,28 +631,6 @@ def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
     assert cids.fit(LightDark(2), **rest).settings["likelihood"][""] == "ParticleFilter"
 
 
-def test_a_checkpoint_by_particles_goes_on_by_particles(tmp_path):
-    """They were once the default for every model: whoever leaves it out again must not get another."""
-    settings = {**SHORT, "checkpoint_every": 2}
-    del settings["likelihood"]
-    whole = cids.fit(LineGrid(), **settings, likelihood="smc")
-    stopped = [Interrupted(after=5)]
-    cids.fit(LineGrid(), **settings, likelihood="smc", checkpoint=tmp_path, callbacks=stopped)
-    rest = cids.fit(LineGrid(), **settings, checkpoint=tmp_path)
-    assert rest.settings["likelihood"][""] == "ParticleFilter"
-    assert same_weights(whole.policy, rest.policy)
-    with pytest.raises(CheckpointError, match="was made with likelihood"):
-        cids.fit(LineGrid(), **settings, likelihood="exact", checkpoint=tmp_path)
-
-
-def test_a_checkpoint_by_another_filter_is_refused(tmp_path):
-    settings = {**SHORT, "iterations": 2, "checkpoint": tmp_path}
-    cids.fit(LineGrid(), **{**settings, "likelihood": ParticleFilter(40)})
-    del settings["likelihood"]
-    with pytest.raises(CheckpointError, match="was made with likelihood"):
-        cids.fit(LineGrid(), **settings)
-
-
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -654,7 +670,9 @@ def test_interrupted_at_once_it_can_still_be_drawn():
         def run(self, *arguments, **settings):
             raise KeyboardInterrupt
 
-    solution = cids.fit(LineGrid(), **{**SHORT, "likelihood": AtOnce(16)})
+    with pytest.raises(cids.Interrupted) as stop:
+        cids.fit(LineGrid(), **{**SHORT, "likelihood": AtOnce(16)})
+    solution = stop.value.solution
     assert solution.history.sizes["iteration"] == 0
     assert solution.plot(num_episodes=1) is not None
 

@@ -1,0 +1,140 @@
+"""A batch of filtered episodes, and means over all of its episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.state import leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference import Filtering
+
+PRIOR_SHARE = 1e-3
+"""How much of the prior is mixed into a posterior: at most this many nats of information are given away."""
+
+
+class Statistics:
+    """Numbers about all episodes of a batch, where this process has all of them.
+
+    Where several processes have a batch between them, `solvers.cids.group` takes the place of this class, and
+    everything that is an average over the batch has to go through it.
+
+    Example:
+        >>> Statistics().mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+        tensor(3.)
+    """
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of all numbers `[B, …]` of all episodes, a scalar."""
+        return values.mean()
+
+    def spread(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
+        """Standard deviation (with divisor n) and mean over all episodes.
+
+        Args:
+            values: `[B, …]`.
+            axes: How many axes to reduce, counted from the first; all of them if left out.
+        """
+        if axes is None:
+            return values.std(correction=0), values.mean()
+        spread, mean = torch.std_mean(values, tuple(range(axes)), correction=0)
+        return spread, mean
+
+    def average_gradients(self, losses: Tensor, weights: Sequence[nn.Parameter], num_episodes: int) -> Tensor:
+        """The losses of the batch; the gradients of the weights become those of the batch, too.
+
+        Args:
+            losses: Means over the episodes of this process, `[n]`.
+            weights: Parameters that hold the gradients of these losses.
+            num_episodes: How many episodes this process has.
+        """
+        return losses.detach()
+
+    def own_seed(self, seed: int) -> int:
+        """A seed for random numbers that belong to the episodes of this process, such as those of dropout."""
+        return seed
+
+
+OWN = Statistics()
+"""Those of a process that has all episodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Episodes played by a policy, and what a filter makes of them.
+
+    Attributes:
+        episodes: B episodes of T steps.
+        filtering: The filter's results for them under all contexts.
+        prior: Each episode's prior over contexts, `[B, C]`.
+        log_posterior: `log P(c | h_t)`, float64 `[B, T + 1, C]`.
+        statistics: Means over all episodes; several processes each hold some episodes of the same batch.
+    """
+
+    episodes: Episodes
+    filtering: Filtering
+    prior: Tensor
+    log_posterior: Tensor
+    statistics: Statistics = OWN
+
+    @staticmethod
+    def of(episodes: Episodes, filtering: Filtering, prior: Tensor, statistics: Statistics = OWN) -> Batch:
+        """Put episodes and their filtering together; one prior `[C]` may stand for all."""
+        prior = prior.expand(len(episodes), -1)
+        return Batch(episodes, filtering, prior, filtering.log_posterior(prior), statistics)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of all numbers `[B, …]` over all episodes of the batch."""
+        return self.statistics.mean(values)
+
+    def spread(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
+        """Standard deviation and mean over all episodes of the batch; see `Statistics.spread`."""
+        return self.statistics.spread(values, axes)
+
+    @property
+    def contexts(self) -> Tensor:
+        """The true contexts, `[B]`."""
+        assert self.episodes.contexts is not None
+        return self.episodes.contexts
+
+    @property
+    def states(self) -> Tensor:
+        """The true states, with all their numbers on one axis, `[B, T + 1, D]`."""
+        B, steps = len(self.episodes), self.episodes.horizon + 1
+        parts = [leaf.reshape(B, steps, -1).double() for _, leaf in leaves(self.episodes.states)]
+        return torch.cat(parts, -1)
+
+    def log_true(self, mixed: float = PRIOR_SHARE) -> Tensor:
+        """`log Q(c | h_t)` of the true context, `[B, T + 1]`.
+
+        Q is the filter's posterior with a little of the prior mixed in, so that it is finite where a noisy
+        filter holds the true context impossible. Less the prior's, its mean is a lower bound on the
+        information, as that of any distribution is.
+        """
+        c = self.contexts[:, None, None].expand(-1, self.log_posterior.shape[1], 1)
+        p = self.log_posterior.gather(2, c).squeeze(2).exp()
+        return ((1 - mixed) * p + mixed * self.prior_true()[:, None]).log()
+
+    def prior_true(self) -> Tensor:
+        """`P(c)` of the true context, `[B]`."""
+        return self.prior.gather(1, self.contexts[:, None]).squeeze(1)
+
+    def rewards(self, belief: bool) -> Tensor:
+        """Rewards `[B, T]`: as they were, or as the agent could expect them to be.
+
+        The belief reward `Σ_c P(c|h_t) E[r_c(s_t, a_t) | h_t, c]` has the same mean given the history, and so
+        gives the same gradient, but for the filter's error, with less variance.
+        """
+        if belief:
+            return (self.log_posterior[:, :-1].exp() * self.filtering.expected_reward).sum(-1)
+        assert self.episodes.rewards is not None
+        return self.episodes.rewards.double()

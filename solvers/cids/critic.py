@@ -1,0 +1,96 @@
+"""The critic: what is still to come, which context it is, and what state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cpomdp_ppl.encoding import Encoding
+from solvers.cids.batch import OWN
+from solvers.cids.priors import log_odds
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
+    from solvers.cids.batch import Batch, Statistics
+
+UNITS_RATE = 0.02
+"""How far the units of the values move towards those of each new batch."""
+
+
+class Critic(nn.Module):
+    """Reads features of the history and predicts payoffs to come, the context and the state.
+
+    Values are kept in units of their own spread, which is followed as it changes; the values themselves do
+    not change when their units do.
+
+    Args:
+        size: Number of features H.
+        num_contexts: Number of contexts C.
+        num_states: How many numbers D a state has.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    has_units: Tensor
+
+    def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
+        super().__init__()
+        self.value = nn.Linear(size, 1)
+        self.context = nn.Linear(size, num_contexts)
+        self.state = nn.Linear(size, num_states)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("has_units", torch.tensor(False))
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
+        value = self.mean + self.scale * self.value(features).squeeze(-1)
+        return value, self.context(features).log_softmax(-1), self.state(features)
+
+    @torch.no_grad()
+    def rescale(self, targets: Tensor, statistics: Statistics = OWN) -> None:
+        """Move the units towards mean and spread of new targets, and keep all values as they are.
+
+        The first targets that have any spread set the units; later ones move them a little.
+
+        Args:
+            targets: `[B, T]`.
+            statistics: Means over all episodes, if this process has only some of them.
+        """
+        mean, scale = self.mean.clone(), self.scale.clone()
+        weight = UNITS_RATE if self.has_units else 1.0
+        spread, centre = (moment.to(scale) for moment in statistics.spread(targets))
+        self.mean.lerp_(centre, weight)
+        if spread > 1e-6 * (1 + self.mean.abs()):
+            self.scale.lerp_(spread, weight)
+            self.has_units.fill_(True)
+        self.value.weight.mul_(scale / self.scale)
+        self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
+
+
+class Trunk(nn.Module):
+    """A network that reads the history for the critic, for policies that do not let it read theirs.
+
+    Args:
+        model: The CPOMDP whose percepts it reads.
+        hidden: Number of features H.
+        amortised: Whether it reads the prior as well.
+    """
+
+    def __init__(self, model: CPOMDP, hidden: int, amortised: bool) -> None:
+        super().__init__()
+        self.encoding = Encoding(model)
+        self.amortised = amortised
+        size = self.encoding.size + (model.num_contexts if amortised else 0)
+        self.lstm = nn.LSTM(size, hidden, batch_first=True)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Features `[B, T, H]` of the history at times 0 … T - 1."""
+        percepts = self.encoding.sequence(batch.episodes)
+        if self.amortised:
+            believed = log_odds(batch.prior, percepts.dtype)[:, None].expand(-1, percepts.shape[1], -1)
+            percepts = torch.cat([percepts, believed], -1)
+        features: Tensor = self.lstm(percepts)[0]
+        return features

@@ -1,0 +1,152 @@
+"""Playing and filtering a batch: the step of an iteration that meets the world."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpomdp_ppl.episodes import Episodes
+from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.inference import Filtering
+from cpomdp_ppl.inference.persistence import filtered
+from cpomdp_ppl.rng import seed_for
+from cpomdp_ppl.rollout import simulate
+from solvers.cids.batch import Batch
+from solvers.cids.group import SINGLE_PROCESS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.policy import Policy
+    from solvers.cids.batch import Statistics
+    from solvers.cids.group import SingleProcess
+
+SHARD = 250
+"""Most episodes in a shard. It is part of what a seed means: another number makes larger batches differ."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Successive episodes of a batch that are played with random numbers of their own.
+
+    Attributes:
+        number: Its place among the shards of the batch, from 0.
+        rows: Its episodes.
+    """
+
+    number: int
+    rows: slice
+
+    def __len__(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    def seed(self, seed: int) -> int:
+        """The seed of this shard, derived from the batch's; the first shard has the batch's own."""
+        return seed if self.number == 0 else seed_for(seed, self.number)
+
+
+def split(batch_size: int) -> list[Shard]:
+    """Split a batch into as few shards as possible, all of about the same size.
+
+    What is played in a shard depends on the batch alone, not on how many processes share it.
+
+    Example:
+        >>> [len(shard) for shard in split(200)], [len(shard) for shard in split(700)]
+        ([200], [234, 233, 233])
+    """
+    number = -(-batch_size // SHARD)
+    size, longer = divmod(batch_size, number)
+    starts = [k * size + min(k, longer) for k in range(number + 1)]
+    return [Shard(k, slice(starts[k], starts[k + 1])) for k in range(number)]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Plays episodes of a model and filters them, in shards that several processes can divide up.
+
+    Args:
+        model: The CPOMDP.
+        backend: Computes the likelihoods.
+        group: The processes that have each batch between them.
+    """
+
+    model: CPOMDP
+    backend: Backend
+    group: SingleProcess = SINGLE_PROCESS
+
+    @property
+    def statistics(self) -> Statistics:
+        """Means over all episodes of a batch."""
+        return self.group
+
+    def shards(self, batch_size: int) -> list[Shard]:
+        """Those that this process plays; if they cannot be dealt evenly, the last processes have one more."""
+        rank, size = self.group.rank, self.group.size
+        return split(batch_size)[::-1][size - 1 - rank :: size][::-1]
+
+    def play(self, policy: Policy, contexts: Tensor, prior: Tensor, seed: int) -> Episodes:
+        """This process's episodes of a batch.
+
+        Args:
+            policy: The policy that plays.
+            contexts: The true contexts of the batch, `[B]`.
+            prior: What is believed beforehand, `[B, C]`.
+            seed: Seed of the batch.
+        """
+        parts = [
+            simulate(
+                self.model,
+                policy,
+                len(shard),
+                contexts=contexts[shard.rows],
+                prior=prior[shard.rows],
+                seed=shard.seed(seed),
+            )
+            for shard in self.shards(len(prior))
+        ]
+        return parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
+
+    def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:
+        """What the filter makes of this process's episodes.
+
+        Args:
+            episodes: Those that `play` returned.
+            prior: What is believed beforehand, of the batch, `[B, C]`.
+            seed: Seed of the batch.
+
+        Raises:
+            DegenerateWeightsError: If all particles of an episode died, in whichever process.
+        """
+        shards = self.shards(len(prior))
+        prior_here = torch.cat([prior[shard.rows] for shard in shards])
+        died = None
+        try:
+            filtering = self._filtering(shards, episodes, prior_here, seed)
+            batch = Batch.of(episodes, filtering, prior_here, self.statistics)
+        except DegenerateWeightsError as error:
+            died = str(error)
+            if len(prior) > SHARD:  # the message counts the episodes of a shard, not of the batch
+                died = re.sub(r" of episode \d+", "", died)
+        died = self.group.first_message(died)
+        if died is not None:
+            raise DegenerateWeightsError(died)
+        return batch
+
+    def _filtering(self, shards: list[Shard], episodes: Episodes, prior: Tensor, seed: int) -> Filtering:
+        """Filter shard by shard if random numbers are drawn, or else all at once, which takes less time."""
+        sizes = [len(shard) for shard in shards]
+        if not vars(type(self.backend)).get("draws", True):
+            shards, sizes = shards[:1], [len(episodes)]
+        parts, start = [], 0
+        for shard, size in zip(shards, sizes, strict=True):
+            rows, start = slice(start, start + size), start + size
+            seed_here, some = shard.seed(seed), episodes[rows]
+            parts.append(
+                filtered(self.backend, self.model, some, prior=prior[rows], seed=seed_here, moments=False)
+            )
+        return Filtering.concatenate(parts)

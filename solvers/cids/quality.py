@@ -1,0 +1,117 @@
+"""How good the likelihoods are: what batches tell about it, and warnings if it is not enough."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cpomdp_ppl.context import entropy
+from cpomdp_ppl.errors import DegenerateWeightsError
+
+if TYPE_CHECKING:
+    from solvers.cids.batch import Batch
+
+LARGEST_GAP = 0.1
+"""Nats between the two estimates of the information, beyond which likelihoods are too poor."""
+SMALLEST_ESS = 4
+"""Effective number of particles, below which likelihoods and belief rewards rest on chance."""
+JUDGED_BATCHES = 20
+"""How many batches are averaged before likelihoods are judged."""
+MOST_LOST_BATCHES = 20
+"""How many batches in a row may be lost before the fit is given up."""
+
+REMEDY = 'more particles, ParticleFilter(guide="ekf"), or another backend'
+
+
+@dataclass
+class LikelihoodQuality:
+    """Follows how well the likelihoods tell contexts apart, and warns, once, when they do it poorly.
+
+    Args:
+        batch_size: Number of episodes in a batch.
+
+    Attributes:
+        lost: How many batches in a row had to be left out.
+        recent: For each of the latest batches, the gap between the two estimates of the information, its
+            squared standard error, and the effective number of particles.
+        warned: What has been warned of already.
+    """
+
+    batch_size: int
+    lost: int = 0
+    recent: list[tuple[float, float, float]] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+
+    def measure(self, batch: Batch, iteration: int, last: bool) -> dict[str, float]:
+        """Entropy of the last posterior in bits, and estimates of `I(C; Y)` in nats from both sides.
+
+        Args:
+            batch: The episodes.
+            iteration: Number of the iteration, from 1.
+            last: Whether the fit ends with it, and likelihoods are judged by as few batches as there were.
+        """
+        self.lost = 0
+        left = entropy(batch.log_posterior[:, -1].exp())  # [B]
+        upper = entropy(batch.prior) - left  # [B]
+        lower = batch.log_true()[:, -1] - batch.prior_true().log()  # [B]
+        kinds = {"entropy": left, "information_upper": upper, "information_lower": lower}
+        if batch.filtering.ess is not None:
+            c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
+            kinds["ess"] = batch.filtering.ess.gather(2, c)
+        measured = {name: float(batch.mean(values)) for name, values in kinds.items()}
+        measured["entropy"] /= math.log(2)
+        spread, gap = (float(moment) for moment in batch.spread(upper - lower))
+        error = spread**2 / (self.batch_size - 1) if self.batch_size > 1 else math.inf
+        self.recent = [*self.recent[1 - JUDGED_BATCHES :], (gap, error, measured.get("ess", math.inf))]
+        if last or len(self.recent) == JUDGED_BATCHES:
+            self._judge(iteration)
+        return measured
+
+    def _judge(self, iteration: int) -> None:
+        """Warn if the gap is larger than chance explains, or if too few particles count."""
+        gap, error, ess = (sum(series) / len(self.recent) for series in zip(*self.recent, strict=True))
+        chance = 3 * (error / len(self.recent)) ** 0.5
+        if gap > LARGEST_GAP + chance or ess < SMALLEST_ESS:
+            particles = "" if ess == math.inf else f", and {ess:.1f} particles count on average"
+            self._warn(
+                "poor",
+                f"iteration {iteration}: the information about the context is only known within "
+                f"{gap:.2f} nats{particles}: likelihoods are noisy or biased. Use {REMEDY}",
+                stacklevel=8,
+            )
+
+    def lose(self, error: str, iteration: int) -> None:
+        """Leave a batch out whose particles died.
+
+        Raises:
+            DegenerateWeightsError: If there were too many in a row.
+        """
+        self.lost += 1
+        if self.lost >= MOST_LOST_BATCHES:
+            raise DegenerateWeightsError(f"iteration {iteration}, {self.lost} batches in a row: {error}")
+        self._warn(
+            "lost",
+            f"iteration {iteration}: a batch is left out, because all particles died ({error}). Use {REMEDY}",
+            stacklevel=7,
+        )
+
+    def _warn(self, kind: str, message: str, stacklevel: int) -> None:
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(message, stacklevel=stacklevel)  # at the call of `fit`
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, as plain numbers and words."""
+        return {
+            "lost": self.lost,
+            "recent": [list(batch) for batch in self.recent],
+            "warned": sorted(self.warned),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.lost = state["lost"]
+        self.recent = [(gap, error, ess) for gap, error, ess in state["recent"]]
+        self.warned = set(state["warned"])
