@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,17 @@ def test_every_script_can_have_a_section():
         assert page.first_line(folder / f"{name}.py").endswith(".")
     apart = {"__init__", "__main__", "page", "light_dark_peers", "light_dark_fit_peer"}
     assert {path.stem for path in folder.glob("*.py")} - apart == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_finds_what_it_imports(name, monkeypatch):
+    folder = Path(page.__file__).parent
+    monkeypatch.syspath_prepend(folder)  # as for a script
+    try:
+        runpy.run_path(str(folder / f"{name}.py"))
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("numba", "jax", "particles"):  # extra `peers`
+            raise
 
 
 def test_the_machine_is_processor_cores_and_torch():
