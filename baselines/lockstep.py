@@ -62,7 +62,7 @@ class Rollouts:
     """What the rest of an episode is worth, played without another look.
 
     None of them sees the context it is in. One that did would earn, after `observe` as after anything else,
-    what an agent earns that is told the context: to the search, observing would look like full revelation,
+    what an agent earns that knows the context: to the search, observing would look like full revelation,
     and it would only observe.
 
     To be made and used inside `cpomdp_ppl.inference.backend.inference_scope`.

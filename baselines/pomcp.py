@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import History, Percept
 
 CALIBRATION_EPISODES = 1000
-"""Episodes of random actions that tell the scale of returns, and where observations lie."""
+"""Episodes of random actions that show the scale of returns, and where observations lie."""
 
 EXPLORATION: dict[Rollout, float] = {"commitment": 0.75, "blind": 2.0, "random": 2.0}
 """The default constant of UCB1, in standard deviations of the return of random actions."""

@@ -1,4 +1,4 @@
-"""What callers hand over (lists, NumPy arrays, tensors) as tensors, or an error that names the argument."""
+"""What callers pass (lists, NumPy arrays, tensors) as tensors, or an error that names the argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
-    """A copy of an array of numbers, truth values or strings, with a number of axes that is plain to see."""
+    """A copy of an array of numbers, truth values or strings, whose rows all have the same length."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().resolve_conj().resolve_neg().numpy()
     if np.ma.is_masked(values):  # NumPy would take what is under the mask for data
@@ -31,7 +31,7 @@ def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
 
 
 def as_tensor(argument: str, values: Any) -> Tensor:
-    """A copy, as a tensor of real numbers or truth values of whatever type they have."""
+    """A copy, as a tensor of real numbers or truth values; their type stays."""
     if isinstance(values, Tensor):
         require(not values.is_complex(), argument, values.dtype, "real numbers")
         return values.detach().clone()
@@ -76,8 +76,8 @@ def as_indices(argument: str, values: Any, names: Sequence[str]) -> Tensor:
         array = np.array([numbers[str(v)] for v in array.ravel()], np.int64).reshape(array.shape)
     if array.dtype.kind == "f":
         array = np.where(np.isfinite(array), array, -1)  # NaN past the end of an episode, say
-    whole = array.dtype.kind in "iu" or (array.dtype.kind == "f" and bool((array == np.round(array)).all()))
-    require(whole, argument, f"{array.dtype}", "integer indices or names")
+    integers = array.dtype.kind in "iu" or (array.dtype.kind == "f" and (array == np.round(array)).all())
+    require(bool(integers), argument, f"{array.dtype}", "integer indices or names")
     return torch.from_numpy(array.astype(np.int64))
 
 

@@ -1,4 +1,4 @@
-"""Which observation sites depend on which: read off the data flow of the program, not guessed from draws."""
+"""Which observation sites depend on which, read off the data flow of the program."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 INPUT = ""
 """The mark of state, action and context; no site has this name."""
 
-DRAWS, CELLS = 64, 2**15
-"""At how many states a program is followed, and at how many states, actions and contexts in all, at most."""
+STATES_FOLLOWED, CELLS_FOLLOWED = 64, 2**15
+"""Number of states at which a program is followed, and of states, actions and contexts together, at most."""
 
 EXITS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__reduce_ex__", "__repr__", "__format__")
-"""Ways for values out of torch that are no operations of its own."""
+"""Ways in which values leave torch without one of its operations."""
 
 COPIES = ("tensor", "as_tensor", "asarray", "new_tensor")
-"""Likewise, which lead back into it."""
+"""Functions by which they come back into it."""
 
-SPREAD = torch.cat([torch.zeros(1), *(sign * torch.logspace(-3, 6, 64) for sign in (1, -1))])
-"""Values that a hidden site with infinitely many is tried at."""
+VALUES_TRIED = torch.cat([torch.zeros(1), *(sign * torch.logspace(-3, 6, 64) for sign in (1, -1))])
+"""Values at which a hidden site is tried that has infinitely many."""
 
 Marks = frozenset[str]
 
@@ -86,7 +86,7 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
         return Dependencies()
     plate_axes = (1,) * model.max_plate_nesting
     C, A = model.num_contexts, model.num_actions
-    S = torch.Size((C, A, max(2, min(DRAWS, CELLS // (C * A)))))
+    S = torch.Size((C, A, max(2, min(STATES_FOLLOWED, CELLS_FOLLOWED // (C * A)))))
     context = torch.arange(C, device=model.device).reshape(-1, 1, 1, *plate_axes)
     action = torch.arange(A, device=model.device).reshape(1, -1, 1, *plate_axes)
     found: list[_Followed] = []
@@ -122,7 +122,7 @@ class DataFlow(TorchDispatchMode):
 
     Attributes:
         looked_at: Marks of the values that have left torch: for an `if`, for NumPy, as a Python number.
-        paused: Whether to let everything pass.
+        paused: Whether operations go unnoticed.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ def _shows_in_shape(func: Any, args: Any) -> bool:
 
 
 class Exits(TorchFunctionMode):
-    """Notice values that leave torch without an operation of its own."""
+    """Notice values that leave torch without one of its operations."""
 
     def __init__(self, flow: DataFlow) -> None:
         super().__init__()
@@ -258,7 +258,8 @@ class _Followed(Messenger):
             candidates = [support[(turn + 1 + k) % len(support)] for k in range(0, len(support), tried)]
         else:
             yield expanded(site["fn"], value.shape[: value.dim() - site["fn"].event_dim]).sample()
-            candidates = [each[torch.arange(D) % len(each)] for each in SPREAD.to(value.device).split(D)]
+            tried_at = VALUES_TRIED.to(value.device).split(D)
+            candidates = [each[torch.arange(D) % len(each)] for each in tried_at]
         for values in candidates:
             yield self.spread(values.to(value.dtype), site["fn"])
 
@@ -267,7 +268,7 @@ def _try_other_values(model: CPOMDP, given: list[Any], followed: _Followed) -> N
     """Run the program with other values of hidden sites, and add to their children what then changes.
 
     Raises:
-        UnsupportedModelError: If a mask changes. Whether its site is seen would then tell something.
+        UnsupportedModelError: If a mask changes: whether its site is seen would then be informative.
     """
     values = {name: site["value"] for name, site in followed.sites.items()}
     gates = _union(followed.mask_parents.values())
@@ -300,7 +301,7 @@ def _try_other_values(model: CPOMDP, given: list[Any], followed: _Followed) -> N
 
 
 def _log_prob(fn: Any, value: Tensor) -> Tensor:
-    """Of a value, as torch or Pyro have it; zero where they have none, or none for a batch."""
+    """Log-density of a value; zero where a distribution has none, or none for a batch."""
     with suppress(Exception):
         return base_of(fn).log_prob(value)  # type: ignore[no-any-return]
     return torch.zeros(())

@@ -22,25 +22,30 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Percept
     from cpomdp_ppl.signature import ObservationSite
 
-# Standard deviation of a number that was observed, as a network gets it. With 1, observations drown in the
-# one-hot actions beside them, and the gradient as printed falls for "always one way" before it hears them.
 SPREAD = 3.0
-CALIBRATION = 256  # episodes of random actions whose observations set the scale of a network's inputs
+"""Standard deviation of an observed number, as a network gets it.
+
+With 1, observations drown in the one-hot actions beside them, and the gradient as printed in the paper
+settles for "always one way" before it notices them.
+"""
+
+CALIBRATION_EPISODES = 256
+"""Number of episodes of random actions whose observations set the scale of a network's inputs."""
 
 
 class Encoding(nn.Module):
     """What an agent learns in a step, as numbers for a network.
 
-    The previous action (one-hot, with a class of its own before the first), the time, and for every
+    The previous action (one-hot, with a separate class before the first), the time, and for every
     observation site whether it was seen and its value: one-hot where the model's program says that it is
     one of a few integers, and standardised otherwise, by what random actions get to see.
 
     Args:
-        model: Whose percepts.
-        seed: Of the episodes that set the scale.
+        model: The model whose percepts are encoded.
+        seed: Seed of the episodes that set the scale.
 
     Attributes:
-        size: How many numbers F there are.
+        size: Number F of features.
     """
 
     identity: Tensor
@@ -55,7 +60,7 @@ class Encoding(nn.Module):
         self.sites = dict(signature(model).observations)
         if not self.sites:
             raise ModelError(type(model).__name__, ["observation: has no sample site: nothing is seen"])
-        episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION, seed=seed)
+        episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION_EPISODES, seed=seed)
         for i, name in enumerate(self.sites):
             shift, scale = self._units(episodes, name)
             self.register_buffer(f"shift_{i}", shift)
@@ -79,7 +84,7 @@ class Encoding(nn.Module):
         return mean.to(dtype), torch.where(sd > 0, sd / SPREAD, 1.0).to(dtype)
 
     def step(self, percept: Percept, time: int) -> Tensor:
-        """Of one percept, `[B, F]`."""
+        """Encode one percept, `[B, F]`."""
         flags = next(iter(percept.observed.values()))
         B = flags.shape[0]
         action = percept.action if percept.action is not None else flags.new_full((B,), -1, dtype=torch.long)
@@ -87,7 +92,7 @@ class Encoding(nn.Module):
         return self._numbers(action, at, percept.observations, percept.observed)
 
     def sequence(self, episodes: Episodes) -> Tensor:
-        """Of everything that is known at times 0 … T - 1, `[B, T, F]`."""
+        """Encode everything that is known at times 0 … T - 1, `[B, T, F]`."""
         return self._numbers(*self._sequence(episodes))
 
     def _sequence(self, episodes: Episodes) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:

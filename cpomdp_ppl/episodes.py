@@ -27,13 +27,13 @@ class Episodes:
     """B episodes of up to T steps: what the agent did and saw and, where known, what was hidden.
 
     Step t (from 0) holds action `a_t`, reward `r_t` and what was seen after it, `o_{t+1}`; `states[:, t]`
-    is `s_t`. Episodes may be ragged: steps from `lengths` on count for nothing, and so does an
+    is `s_t`. Episodes may be ragged: steps from `lengths` on do not count, nor does an
     observation where `observed` is false. Whatever a caller left there is overwritten with zeros.
 
     Attributes:
         actions: int64 `[B, T]`.
         observations: By site, `[B, T, …]`.
-        observed: By site, bool `[B, T]` (`[B, T, …]` for sites in the program's own plates).
+        observed: By site, bool `[B, T]` (`[B, T, …]` for sites in plates of the program).
         lengths: int64 `[B]`; None means T for all.
         contexts: int64 `[B]`, if known.
         states: A state with leaves `[B, T + 1, …]`, if known.
@@ -227,8 +227,7 @@ class Episodes:
     def concatenate(parts: Iterable[Episodes]) -> Episodes:
         """All episodes of several batches; shorter horizons are padded.
 
-        What is hidden (contexts, states, rewards, returns) is known of the whole only if it is known of
-        every part.
+        Contexts, states, rewards and returns are known in the result only if every part knows them.
         """
         parts = list(parts)
         require(len(parts) > 0, "parts", parts, "at least one batch of episodes")

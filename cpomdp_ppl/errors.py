@@ -90,7 +90,7 @@ def require(condition: bool, argument: str, value: Any, expected: str) -> None:
 
 
 def as_integer(value: Any) -> int | None:
-    """An integer of whatever make (NumPy's, for instance) as an `int`; None if it is not one, or a `bool`."""
+    """An integer of any type (NumPy's, for instance) as an `int`; None for a `bool`, and for all else."""
     if isinstance(value, bool):
         return None
     try:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Batched(Messenger):
-    """Broadcast every sample site to a batch, as plates to the left of the program's own would.
+    """Broadcast every sample site to a batch, as plates to the left of the program's plates would.
 
-    Pyro's plates also keep the books of conditional independence, which costs more than a particle
-    filter's whole step on a small batch; nobody reads those books here.
+    Pyro's plates also keep account of conditional independence. On a small batch, that costs more than all
+    the rest of a particle filter's step, and nobody reads the account here.
 
     Args:
         batch_shape: The engine's axes, for instance `[context, episode, particle]`.
-        max_plate_nesting: How many axes on the right belong to the program's own plates.
+        max_plate_nesting: How many axes on the right belong to plates of the program.
     """
 
     def __init__(self, batch_shape: Sequence[int], max_plate_nesting: int = 0) -> None:
@@ -53,7 +53,7 @@ class Batched(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         self._last = msg
         fn = msg["fn"]
-        shape = getattr(fn, "batch_shape", self.shape)  # a plate's own message has none
+        shape = getattr(fn, "batch_shape", self.shape)  # a plate's message has none
         base = base_of(fn)
         mixed = isinstance(base, MixtureSameFamily)  # only `expand` makes its two parts agree in shape
         if shape == self.shape and not mixed:
@@ -100,7 +100,7 @@ def draw_normal(fn: Normal, shape: torch.Size) -> Tensor:
 
 
 def draw_quickly(fn: Any) -> Tensor | None:
-    """Draw from a distribution, where there is a quicker way than its own `sample`; None for others."""
+    """Draw from a distribution, where there is a quicker way than its `sample`; None for others."""
     if type(fn) is Normal:
         return (
             torch.randn(fn.batch_shape, dtype=fn.loc.dtype, device=fn.loc.device).mul_(fn.scale).add_(fn.loc)
@@ -111,7 +111,7 @@ def draw_quickly(fn: Any) -> Tensor | None:
 def draw_index(fn: Categorical) -> Tensor | None:
     """Draw from a `Categorical` by inverting its distribution function: `multinomial` is four times slower.
 
-    None if its probabilities are none; `multinomial` will say so.
+    None if they are no probabilities; `multinomial` will then say so.
     """
     p = fn.probs if "probs" in vars(fn) else fn.logits.exp()  # what is not given would have to be computed
     if not float(p.min()) >= 0:  # NaN, if any is
@@ -123,7 +123,7 @@ def draw_index(fn: Categorical) -> Tensor | None:
 
 
 def support_of(fn: Any) -> Tensor | None:
-    """All values of a distribution, `[K, *event]`, in whatever row; None if they are not finitely many."""
+    """All values that a distribution has in any row, `[K, *event]`; None if they are not finitely many."""
     if not fn.has_enumerate_support:
         return None
     if isinstance(fn, ExpandedDistribution):
@@ -174,7 +174,7 @@ class Recorded(Messenger):
 
 
 def is_deterministic(msg: Any) -> bool:
-    """Whether a message is of `pyro.deterministic`, which is no site of ours."""
+    """Whether a message is of `pyro.deterministic`, which does not count as a sample site here."""
     return bool(msg["is_observed"] and msg["infer"].get("_deterministic"))
 
 
@@ -186,7 +186,7 @@ def base_of(fn: Any) -> Any:
 
 
 def mask_of(site: Any) -> Tensor | bool:
-    """Where a site counts: its distribution's own mask and that of any `poutine.mask` around it.
+    """Where a site counts: the mask of its distribution, and that of any `poutine.mask` around it.
 
     Returns:
         A boolean that broadcasts with the site's batch shape.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CPOMDP(PyroModule):
-    """A family of POMDPs that share states and actions, told apart by a hidden context.
+    """A family of POMDPs that share states and actions, and differ by a hidden context.
 
     A context is drawn once and stays for the episode. At time t the agent is in state `s_t`, picks
     `a_t` from what it has seen, earns `r_c(s_t, a_t)`, moves to `s_{t+1}` and sees `o_{t+1}`. The agent
@@ -37,16 +37,16 @@ class CPOMDP(PyroModule):
     int64 indices.
 
     Attributes:
-        contexts: Their names, or how many there are.
-        actions: Their names, or how many there are.
+        contexts: Names of the contexts, or their number.
+        actions: Names of the actions, or their number.
         horizon: Number of steps T of an episode.
         context_prior: Probabilities `[C]`, which may be a `PyroParam`, a parameter or a buffer; None, or not
             set, means uniform.
-        states: How many states there are, if finitely many; a state is then an index `0 … states - 1`
+        states: Number of states, if there are finitely many; a state is then an index `0 … states - 1`
             (or a boolean, of two).
         initial_observation: Whether the agent sees something before its first action; `observation` is
             then also called with `action=None`.
-        max_plate_nesting: How many axes the programs' own plates take.
+        max_plate_nesting: Number of axes that plates inside the programs take.
 
     Example:
         >>> class Coin(CPOMDP):
@@ -127,7 +127,7 @@ class CPOMDP(PyroModule):
         return torch.as_tensor(prior, dtype=torch.get_default_dtype(), device=self.device)
 
     def context_known_return(self) -> Tensor | None:
-        """The best expected return in every context for an agent that is told it, `[C]`, where that is known.
+        """The best expected return in every context for an agent that knows it, `[C]`, if there is a formula.
 
         Models override this to have regret reported. Without it, regret is bounded where context and state
         known can be solved for; see `cpomdp_ppl.bounds.informed_return`.
@@ -136,7 +136,7 @@ class CPOMDP(PyroModule):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, programs may be called one by one, and see learned values as in a call of the whole model.
+        """Inside, programs may be called one by one, and see learned values as in a call of the model.
 
         A `PyroParam` then has the value of Pyro's param store, if that knows it, and is written to the
         store otherwise; use this inside `isolated` to leave the caller's store as it was.
@@ -147,17 +147,17 @@ class CPOMDP(PyroModule):
     def forward(
         self, policy: Policy | Callable[[History], Decision], num_episodes: int | None = None
     ) -> Episodes:
-        """The whole episode as one Pyro program.
+        """An episode, from its context to the horizon, as one Pyro program.
 
         Sites are named after their time: `context`, `x_0`, `a_0`, `z_1`, `x_1`, … for a model whose
         programs sample `x` and `z`. Works under `trace`, `condition`, `do`, `replay`, `Predictive` and `SVI`
-        with `Trace_ELBO`, and can be rendered. Handlers that add axes of their own on the left (parallel
-        enumeration, vectorized particles) do not work: the episodes returned have no room for them.
+        with `Trace_ELBO`, and can be rendered. Handlers that add axes on the left (parallel enumeration,
+        vectorized particles) do not work: the episodes returned have no room for them.
         What the policy itself samples is hidden from all of them; its params are not.
         To merely draw episodes, `simulate` is faster and takes a seed.
 
         Args:
-            policy: Who acts.
+            policy: The policy that acts.
             num_episodes: None for a single episode; otherwise an `episodes` plate of this size.
 
         Returns:

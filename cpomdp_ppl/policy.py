@@ -26,7 +26,7 @@ class Percept:
     Attributes:
         action: The action it had taken, `[B]`; None before the first.
         observations: What it then saw, by site, `[B, …]`; zero where it saw nothing.
-        observed: Whether it saw it, by site, bool `[B]` (`[B, …]` for sites in the program's own plates).
+        observed: Whether it saw it, by site, bool `[B]` (`[B, …]` for sites in plates of the program).
     """
 
     action: Tensor | None

@@ -1,4 +1,4 @@
-"""How far something long has got, and how much longer it will take: by a bar, or a line now and then."""
+"""How far a long task has got, and how much longer it will take: a bar, or a line of text now and then."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from typing import Self
 
 Progress: TypeAlias = bool | Callable[[str], None]
-"""Whether to show a bar, by tqdm on stderr; or a function that is told a line now and then."""
+"""Whether to show a bar, by tqdm on stderr; or a function that is given a line of text now and then."""
 
-FIRST, EVERY = 1.0, 10.0
-"""Seconds until the first line, which tells what to expect, and between those that follow."""
+SECONDS_TO_FIRST_LINE, SECONDS_BETWEEN_LINES = 1.0, 10.0
+"""When a line of text is due."""
 
 
 class Lines:
-    """What a progress bar tells, in lines: where there is no terminal to draw on.
+    """A progress bar in lines of text, where there is no terminal to draw on.
 
     Args:
-        tell: Is given the lines.
-        total: How many steps there are.
-        what: They are about.
-        unit: What the steps are, in the plural.
-        initial: How many are done already.
+        tell: The function that is given the lines.
+        total: Number of steps.
+        what: What the task is.
+        unit: What its steps are, in the plural.
+        initial: Number of steps that are done already.
     """
 
     def __init__(
@@ -38,34 +38,34 @@ class Lines:
         self.n = self.initial = initial
         self.postfix = ""
         self.began = time.monotonic()
-        self.due = self.began + FIRST
+        self.due = self.began + SECONDS_TO_FIRST_LINE
 
     def update(self, n: int = 1) -> None:
-        """So many more steps are done."""
+        """Count n more steps as done."""
         self.n += n
         if time.monotonic() >= self.due:
             self.say()
 
     def say(self) -> None:
-        """Tell a line, and how long the rest takes if it takes as long as what is done."""
+        """Give a line, with how long the rest takes if it goes on as it went so far."""
         now = time.monotonic()
-        self.due = now + EVERY
+        self.due = now + SECONDS_BETWEEN_LINES
         left = (self.total - self.n) * (now - self.began) / max(1, self.n - self.initial)
         words = ", ".join([f"{self.n:,} of {self.total:,} {self.unit}", *filter(None, [self.postfix])])
         self.tell(f"{self.what}: {words}; {roughly(left)} left")
 
     def set_postfix_str(self, postfix: str, refresh: bool = True) -> None:
-        """What else to say: with the next line, which may be due now."""
+        """Add something to the next line, which may be due now."""
         self.postfix = postfix
         if refresh:
             self.update(0)
 
     def write(self, text: str) -> None:
-        """Say something by the way."""
+        """Give a line of other text."""
         self.tell(text)
 
     def close(self) -> None:
-        """There is nothing more to tell."""
+        """Lines need no end."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,14 +78,14 @@ Bar: TypeAlias = "tqdm[Any] | Lines"
 
 
 def bar(progress: Progress, total: int, what: str, unit: str, initial: int = 0) -> Bar:
-    """Whatever shows how far something has got: a bar, lines, or nothing.
+    """A bar, lines of text, or nothing, which shows how far a task has got.
 
     Args:
-        progress: Which.
-        total: How many steps there are.
-        what: They are about.
-        unit: What the steps are, in the plural.
-        initial: How many are done already.
+        progress: Whether to show a bar, or the function that is given lines.
+        total: Number of steps.
+        what: What the task is.
+        unit: What its steps are, in the plural.
+        initial: Number of steps that are done already.
     """
     known = isinstance(progress, bool) or callable(progress)
     require(known, "progress", progress, "True, False, or a function of a line")

@@ -36,7 +36,7 @@ Sites = dict[str, Tensor]
 
 
 class RecordedArrays:
-    """What `Episodes.from_arrays` is given, argument by argument, as tensors of the shapes and types it takes.
+    """What `Episodes.from_arrays` is given, argument by argument, as tensors of the right shapes and types.
 
     Args:
         model: The model that the arrays are said to come from.

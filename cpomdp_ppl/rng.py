@@ -1,4 +1,4 @@
-"""Running user programs without leaving a trace in the caller's process."""
+"""Random numbers: seeds for every purpose, and programs that leave the caller's generators alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def isolated(seed: int | None, *, validate: bool = False) -> Iterator[None]:
     """
     number = fresh_seed(seed)
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its own flag
+    torch_validates = pyro.settings.get("validate_distributions_torch")  # Pyro would set it to its flag
     store = pyro.get_param_store()
     try:
         with torch.random.fork_rng(), store.scope(store.get_state()), pyro.validation_enabled(validate):
@@ -50,7 +50,7 @@ def require_seed(seed: Any) -> None:
 
 
 def fresh_seed(seed: int | None) -> int:
-    """The seed itself, once it is found to be one; None takes fresh entropy.
+    """The seed itself, if it is a valid one; None takes fresh entropy.
 
     Example:
         >>> fresh_seed(3)
@@ -69,7 +69,7 @@ def seed_for(seed: int | None, *purpose: int) -> int | None: ...
 
 
 def seed_for(seed: int | None, *purpose: int) -> int | None:
-    """A seed for each use of random numbers, of one that stands for all; None stays None.
+    """A seed for each purpose of random numbers, derived from one seed; None stays None.
 
     Example:
         >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(0, 2)
@@ -77,12 +77,12 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
     """
     if seed is None:
         return None
-    # With how many purposes there are: a sequence pads what it is given with zeros.
+    # The number of purposes goes in, too, as a SeedSequence pads what it is given with zeros.
     return int(np.random.SeedSequence([int(seed), len(purpose), *purpose]).generate_state(1)[0])
 
 
 def generators() -> tuple[Any, ...]:
-    """Where the generators are, to compare: as long as nothing is drawn, it stays the same.
+    """The states of all generators, to compare: as long as nothing is drawn, they stay the same.
 
     Example:
         >>> before = generators()
@@ -96,7 +96,7 @@ def generators() -> tuple[Any, ...]:
 
 
 def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
-    """Which generators are elsewhere than they were, by the module that draws from them.
+    """The generators whose states differ, by the module that draws from them.
 
     Example:
         >>> with isolated(0):
@@ -110,7 +110,7 @@ def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
 
 
 class RandomStream:
-    """Random numbers of one's own: inside, the generators go on from where this stream stopped the last time.
+    """A separate stream of random numbers: inside, generators go on from where it stopped the last time.
 
     What runs inside draws the same whatever is drawn outside, and the other way round.
 

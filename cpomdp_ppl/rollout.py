@@ -44,7 +44,7 @@ def simulate(
 
     Args:
         model: The CPOMDP.
-        policy: Who acts: a `Policy`, or a function from a `History` to actions.
+        policy: The policy that acts: a `Policy`, or a function from a `History` to actions.
         num_episodes: How many episodes B.
         contexts: The true contexts, by index or name: one for all, one for each episode `[B]`, or
             `"balanced"` for each context equally often (as far as B allows). Left out, they are drawn from
@@ -107,7 +107,7 @@ def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
 
 
 def _require_finite(model: CPOMDP, episodes: Episodes) -> None:
-    """A program that left the reals must not pass for data."""
+    """Raise if a program produced a number that is not finite."""
     produced: list[tuple[str, str, Any, int]] = [("reward", "the reward", episodes.rewards, 0)]
     produced += [("transition", f"'{name}'", leaf, 0) for name, leaf in leaves(episodes.states)]
     for site, values in (episodes.initial_observations or {}).items():
@@ -135,12 +135,12 @@ def rollout(
 ) -> Episodes:
     """Play episodes from the first state to the horizon.
 
-    Whoever calls this decides how sites are broadcast to the episodes (a plate, or `Batched`), who
-    watches, and where random numbers come from.
+    The caller decides how sites are broadcast to the episodes (by a plate, or `Batched`), which handlers
+    see them, and where random numbers come from.
 
     Args:
         model: The CPOMDP.
-        policy: Who acts.
+        policy: The policy that acts.
         context: The true contexts, `[B]`, or a scalar for a single episode without an episode axis.
         prior: What the agent believes beforehand, `[C]` or `[B, C]`.
     """
@@ -151,7 +151,7 @@ def rollout(
     c = context.reshape(S + plate_axes)
     B = S[0] if S else 1
 
-    # What a policy samples is its own business; what it learns (its params) is not.
+    # What a policy samples is hidden from handlers outside; what it learns (its params) is not.
     private = poutine.block(hide_types=["sample", "observe"])
 
     with Recorded(0):
@@ -229,7 +229,7 @@ def percept_of(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.S
 def _rewards(model: CPOMDP, path: Any, actions: Tensor, c: Tensor) -> Tensor:
     """Rewards `[B, T]` of states with leaves `[T + 1, B, …]` and actions `[B, T]`, many steps in a call.
 
-    A program has a price per call; but what does not stay in cache costs more.
+    Many steps in a call save the cost of calls; too many do not fit in the cache, which costs more.
     """
     B, T = actions.shape
     at_once = max(1, CELLS_AT_ONCE // B)

@@ -41,9 +41,9 @@ class ObservationSite:
     """One observation site.
 
     Attributes:
-        shape: Shape right of the engine's axes: the program's own plates, then the event.
+        shape: Shape right of the engine's axes: the program's plates, then the event.
         plates: The part of `shape` that is plates; a mask has this shape.
-        dtype: Of the values.
+        dtype: The dtype of the values.
         support: Where values lie, if that does not depend on the distribution's parameters.
     """
 
@@ -54,12 +54,12 @@ class ObservationSite:
 
     @property
     def is_discrete(self) -> bool:
-        """Whether equal values are met again."""
+        """Whether values are discrete, so that equal ones occur again."""
         return not self.dtype.is_floating_point or (self.support is not None and self.support.is_discrete)
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """The lowest of the integers that values are, and how many there are, if few; bits are two."""
+        """The lowest integer value and the number of values, if they are few; truth values are two."""
         base: Any = base_constraint(self.support)
         if base is constraints.boolean:
             return 0, 2
@@ -76,8 +76,8 @@ class Signature:
     Attributes:
         state: A `Leaf` in place of every tensor of the state.
         observations: The observation sites by name.
-        model: Name of the model's class.
-        dependencies: How observation sites depend on each other, as far as that was looked into.
+        model: Name of the class of the model.
+        dependencies: How observation sites depend on each other, where that was read off the program.
     """
 
     state: Any
@@ -112,7 +112,7 @@ class Signature:
 def signature(model: CPOMDP) -> Signature:
     """Run a model's `initial` and `observation` once, with no batch, and note shapes and types.
 
-    Without a batch there is no doubt which axes are the program's own.
+    Without a batch, all axes are those of the program.
 
     Example:
         >>> from cpomdp_ppl.models import LightDark

@@ -68,8 +68,8 @@ def test_what_is_no_way_to_show_progress(value):
 
 def test_an_evaluation_shows_every_decision(monkeypatch):
     """With the filter to come after the last of each batch, and then nothing more."""
-    monkeypatch.setattr(progress, "FIRST", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_TO_FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     said = []
     quiet = evaluate(LineGrid(horizon=3), RandomPolicy(3), 10, batch_size=5)
     shown = evaluate(LineGrid(horizon=3), RandomPolicy(3), 10, batch_size=5, progress=said.append)

@@ -25,7 +25,7 @@ class Call:
     """One call of one program on a batch `[context, episode, particle]`.
 
     Attributes:
-        model: Whose program.
+        model: The model whose program is called.
         program: Name of the method.
         state: Its first argument, or None for `initial`.
         action: `[1, episode or 1, 1]`, or None.

@@ -136,7 +136,7 @@ def calibrate(
 
     Args:
         model: The CPOMDP that the episodes come from.
-        policy: Who acts. What it never looks at is not tested.
+        policy: The policy that acts. What it never observes is not tested.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         num_episodes: How many episodes.
         believed: The CPOMDP that the filter goes by, if another: shows what a wrong model does.

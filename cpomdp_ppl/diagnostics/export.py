@@ -284,7 +284,7 @@ def _indices(probabilities: Tensor, number: int) -> Tensor:
 
 
 def _under(context: Tensor, trajectories: State) -> State:
-    """Of trajectories `[M, B, T + 1, C, …]`, those under contexts `[M, B]`: leaves `[M, B, T + 1, …]`."""
+    """The trajectories `[M, B, T + 1, C, …]` under contexts `[M, B]`: leaves `[M, B, T + 1, …]`."""
 
     def chosen(leaf: Tensor) -> Tensor:
         where = on_the_right(context, leaf).expand(*leaf.shape[:3], 1, *leaf.shape[4:])

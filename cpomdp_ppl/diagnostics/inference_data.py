@@ -38,7 +38,7 @@ def to_inference_data(
 ) -> InferenceData | xr.DataTree:
     """Contexts and states given what was seen, with all that ArviZ wants to know about them.
 
-    **Chains are independent runs of the filter**, each with random numbers of its own, so R-hat speaks
+    **Chains are independent runs of the filter**, each with different random numbers, so R-hat speaks
     about the filter: with too few particles, chains disagree. Within a chain, draws are independent given
     its run: a context from its `P(c | y)`, then a trajectory from its smoother under that context. So
     `az.ess` and `az.mcse` count draws, and know nothing of an error that all draws of a run share; that
@@ -54,11 +54,11 @@ def to_inference_data(
 
     - `posterior` and `prior`: `context_index` `[chain, draw, episode]`; `is_context`
       `[chain, draw, episode, context]`, 0 or 1, whose mean is `P(c | y)`; and every component of the state
-      under its own name (`state` if it has none), `[chain, draw, episode, time, …]`. The prior has one chain.
+      under its name (`state` if it has none), `[chain, draw, episode, time, …]`. The prior has one chain.
     - `posterior_predictive` and `prior_predictive`: observations by site, `[chain, draw, episode, time, …]`,
-      drawn from the observation program at the drawn states and contexts, for the episodes' own actions; NaN
-      where the program hides them, or the episode has none. Times are 1 … T, or 0 … T if the model observes
-      before acting.
+      drawn from the observation program at the drawn states and contexts, for the actions of the episodes;
+      NaN where the program hides them, or the episode has none. Times are 1 … T, or 0 … T if the model
+      observes before acting.
     - `log_likelihood`: `increment` `[chain, draw, step]` is `log p(o_{t+1} | h_t, a_t, c)` at the drawn
       context, states integrated out. A step is an episode (`step_episode`) and a time (`step_time`) at
       which anything was seen.
@@ -130,7 +130,7 @@ def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> I
     """Datasets by group as what the installed ArviZ works with.
 
     Args:
-        groups: One of them `posterior`, whose attributes the whole gets.
+        groups: The datasets, among them `posterior`, whose attributes the result gets.
         datatree: Whether to make a `DataTree`; left out, if ArviZ works with those: from 1.0 on.
     """
     with warnings.catch_warnings():

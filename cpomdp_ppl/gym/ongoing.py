@@ -108,7 +108,7 @@ class OngoingEpisodes:
         return info
 
     def _require_finite(self, time: int, **produced: Any) -> None:
-        """A program that left the reals must not pass for data."""
+        """Raise if a program produced a number that is not finite."""
         faults = [
             f"{program}: '{name}' is not finite at time {time}"
             for program, tensors in produced.items()

@@ -33,11 +33,11 @@ class Beacons(CPOMDP):
         radius: How near counts as being there.
         stride: How far `forward` goes.
         turn: By how much `turn left` and `turn right` change the heading, in radians.
-        position_variance: Of the drift of either coordinate in a step.
-        heading_variance: Of the drift of the heading in a step.
-        initial_variance: Of either coordinate and of the heading at the start.
-        range_variance: Of a measured distance.
-        bearing_variance: Of either component of a measured direction.
+        position_variance: Variance of the drift of either coordinate in a step.
+        heading_variance: Variance of the drift of the heading in a step.
+        initial_variance: Variance of either coordinate and of the heading at the start.
+        range_variance: Variance of a measured distance.
+        bearing_variance: Variance of either component of a measured direction.
         degradation: By how much the degraded sensor's variance is larger.
     """
 

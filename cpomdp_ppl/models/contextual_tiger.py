@@ -18,7 +18,7 @@ class ContextualTiger(CPOMDP):
     The state is the tiger's door (0 left, 1 right). To `listen` gives one report from each ear on which
     door the growl came from: right with probability `sharp`, or `dull` for a dull ear. Opening the tiger's
     door hurts, opening the other one pays, and either puts a new tiger behind a random door. The context
-    (both ears sharp, the left dull, the right dull) never shows in rewards: observations alone tell it.
+    (both ears sharp, the left dull, the right dull) never shows in rewards: only observations reveal it.
 
     Args:
         horizon: Number of steps T.

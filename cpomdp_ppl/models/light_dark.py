@@ -21,7 +21,7 @@ Constant: TypeAlias = Any
 
 
 class LightDark(CPOMDP):
-    """A robot on a line, one half of it lit: which one is the context, and tells where the reward is.
+    """A robot on a line, one half of it lit: which one is the context, and says where the reward is.
 
     In context 0 it is light, and position is seen well, right of the origin; beyond `goal` each step
     earns 1, and left of the origin it costs 1. Context 1 is the mirror image. Position is seen only by
@@ -86,7 +86,7 @@ class LightDark(CPOMDP):
         return reward
 
     def context_known_return(self) -> Tensor:
-        """Of walking into the light all the time: depth at time t is `N(s t, σ_u² + σ_p² t)`."""
+        """The return of walking into the light all the time: depth at time t is `N(s t, σ_u² + σ_p² t)`."""
         t = torch.arange(self.horizon, dtype=torch.float64)
         depth = Normal(self.step * t, (self.initial_variance + self.process_variance * t).sqrt())
         best: Tensor = (1 - depth.cdf(torch.as_tensor(self.goal)) - depth.cdf(torch.tensor(0.0))).sum()

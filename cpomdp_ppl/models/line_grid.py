@@ -83,7 +83,7 @@ class LineGrid(CPOMDP):
         return torch.where(state == watched_end, self.low_value - self.penalty, reward)
 
     def context_known_return(self) -> Tensor:
-        """Of walking straight to the high-value target, or staying where nothing happens if it is too far."""
+        """The return of walking straight to the high-value target, or of staying put if it is too far."""
         steps = torch.tensor([self.start, self.done - 1 - self.start])  # to the left and the right end
         reached = (steps < self.horizon).double()
         return (reached * self.high_value).clamp(min=0.0)

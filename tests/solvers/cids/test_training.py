@@ -615,8 +615,8 @@ def test_a_progress_bar_says_how_it_goes_and_how_long_it_takes(capsys):
 
 
 def test_lines_say_it_too(monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", math.inf)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", math.inf)
     said = []
     cids.fit(LineGrid(), **{**SHORT, "progress": said.append})
     (line,) = said
