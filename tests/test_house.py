@@ -35,9 +35,7 @@ TO_DO: dict[str, set[str]] = {
     "length": {
         "cpomdp_ppl.report.recording.record",
     },
-    "names": {
-        "Step",
-    },
+    "names": set(),
 }
 
 # ----------------------------------------------------------------------------- modules and their trees
