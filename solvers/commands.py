@@ -253,25 +253,28 @@ def run(options: Namespace) -> int:
                 "the policy was learned for one prior, and acts alike whatever is found out; "
                 "one that was fitted with --prior dirichlet does not",
             )
-        lived = cids.run(
-            target.model,
-            options.context,
-            options.num_episodes,
-            solution=policy,
-            prior=target.prior,
-            num_runs=options.num_runs,
-            likelihood=backend,
-            stop_at=options.stop_at,
-            seed=results.seed,
-            progress=progress_of(options),
-        )
-        if not lived.num_episodes:  # stopped before the first
-            raise KeyboardInterrupt
+        interrupted = False
+        try:
+            lived = cids.run(
+                target.model,
+                options.context,
+                options.num_episodes,
+                solution=policy,
+                prior=target.prior,
+                num_runs=options.num_runs,
+                likelihood=backend,
+                stop_at=options.stop_at,
+                seed=results.seed,
+                progress=progress_of(options),
+            )
+        except cids.RunInterrupted as stop:
+            if not stop.run.num_episodes:
+                raise
+            lived, interrupted = stop.run, True
         folder = results.replace()
         folder.write_table(f"{LIVED}.csv", episode_columns(lived))
         folder.write_data(f"{LIVED}.nc", lived.to_inference_data(seed=results.seed))
-        sure = options.stop_at is not None and bool((lived.posteriors[:, -1].amax(1) > options.stop_at).all())
-        if lived.num_episodes < options.num_episodes and not sure:
+        if interrupted:
             raise Stopped(
                 f"stopped after {lived.num_episodes:,} of {options.num_episodes:,} episodes, which are in "
                 f"{folder.path / LIVED}.csv; to begin again: {results.again()}"

@@ -190,8 +190,10 @@ def test_algorithm_1(elsewhere, capsys, monkeypatch):
     assert "run" in az.from_netcdf("here/algorithm_1.nc").groups()
     assert read("here/run.json")["added"]["run"]["settings"]["context"] == "loaded"
 
-    # As after Ctrl-C: with fewer episodes than were asked for.
-    monkeypatch.setattr(cids, "run", lambda *_, **__: lived)
+    def interrupted(*_, **__):
+        raise cids.RunInterrupted(lived)
+
+    monkeypatch.setattr(cids, "run", interrupted)
     capsys.readouterr()
     assert main([*words[:4], "--num-episodes", "9"]) == 130
     assert "stopped after 3 of 9 episodes" in capsys.readouterr().err

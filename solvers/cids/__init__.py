@@ -9,6 +9,7 @@ from solvers.cids.schedules import Constant, Geometric, Linear
 from solvers.cids.solution import Solution, load
 from solvers.cids.training import Interrupted, fit
 from solvers.episodes.algorithm1 import run
+from solvers.episodes.record import RunInterrupted
 
 __all__ = [
     "ActorCritic",
@@ -21,6 +22,7 @@ __all__ = [
     "Linear",
     "Objective",
     "Reinforce",
+    "RunInterrupted",
     "Solution",
     "TensorBoard",
     "Variational",

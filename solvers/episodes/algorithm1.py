@@ -17,7 +17,7 @@ from solvers.cids import training
 from solvers.cids.group import single_process
 from solvers.cids.priors import DirichletPriors
 from solvers.cids.solution import Solution
-from solvers.episodes.record import Run, RunRecorder
+from solvers.episodes.record import Run, RunInterrupted, RunRecorder
 from solvers.episodes.resolving import ResolvingWorld
 from solvers.episodes.worlds import as_world
 
@@ -82,8 +82,8 @@ def run(
     """Algorithm 1: meet the same unknown context episode after episode, and carry the posterior on.
 
     Every episode is played with the policy for `P(C | H_{k-1})`, in the true context (Remark 3.3), and
-    what was seen turns that into `P(C | H_k)`. Interrupted by Ctrl-C, it returns the episodes so far; before
-    the first, while a solution is fitted, it stops. In a process group, every process has a run of its own.
+    what was seen turns that into `P(C | H_k)`. Ctrl-C raises `RunInterrupted`, a `KeyboardInterrupt` that
+    carries the episodes so far. In a process group, every process has a run of its own.
 
     Args:
         model: The CPOMDP; what the agent believes of the world.
@@ -112,6 +112,7 @@ def run(
     Raises:
         ValueError: On arguments that make no sense, or an environment that does not answer as it should.
         DegenerateWeightsError: If no context can have produced what was seen.
+        RunInterrupted: On Ctrl-C; while a solution is fitted first, it is `Interrupted`, as of `fit`.
 
     Example:
         >>> from solvers import cids
@@ -150,16 +151,14 @@ def run(
         )
 
     recorder = RunRecorder(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
-    shown = bar(progress, K, "Algorithm 1", "episodes")
     try:
-        for so_far in algorithm1(world, policy, backend, recorder, K, stop_at or math.inf, root):
-            for callback in callbacks:
-                callback(so_far)
-            shown.update()
+        with bar(progress, K, "Algorithm 1", "episodes") as shown:
+            for so_far in algorithm1(world, policy, backend, recorder, K, stop_at or math.inf, root):
+                for callback in callbacks:
+                    callback(so_far)
+                shown.update()
     except KeyboardInterrupt:
-        shown.write(f"stopped after {len(recorder.outcomes)} of {K} episodes; these are returned")
-    finally:
-        shown.close()
+        raise RunInterrupted(recorder.run()) from None
     return recorder.run()
 
 

@@ -200,6 +200,21 @@ class Run:
         return plot_run(self, optima)
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a run.
+
+    Attributes:
+        run: The episodes so far.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.run = run
+
+    def __str__(self) -> str:
+        return f"stopped after {self.run.num_episodes:,} episodes"
+
+
 class RunRecorder:
     """A run as it goes.
 

@@ -288,8 +288,9 @@ def test_ctrl_c_while_fitting_stops_the_run():
             raise KeyboardInterrupt
 
     settings = {"iterations": 2, "batch_size": 20, "callbacks": [stop]}
-    run = cids.run(model, 0, 5, solution=policy, resolve=settings, **QUICK)
-    assert run.num_episodes == 2
+    with pytest.raises(cids.RunInterrupted) as stopped:
+        cids.run(model, 0, 5, solution=policy, resolve=settings, **QUICK)
+    assert stopped.value.run.num_episodes == 2
 
 
 def test_a_policy_that_cannot_read_the_posterior_is_pointed_out():
@@ -372,7 +373,7 @@ def test_export_to_arviz_and_back(tmp_path):
     assert again.run["true_context"].values.tolist() == ["detector right", "detector left", "detector right"]
 
 
-def test_ctrl_c_keeps_what_there_is_and_callbacks_see_it(capsys):
+def test_ctrl_c_stops_who_does_not_ask_and_keeps_what_there_is_and_callbacks_see_it():
     seen = []
 
     def stop(run):
@@ -380,14 +381,17 @@ def test_ctrl_c_keeps_what_there_is_and_callbacks_see_it(capsys):
         if run.num_episodes == 2:
             raise KeyboardInterrupt
 
-    run = cids.run(LineGrid(), 0, 5, solution=RandomPolicy(3), callbacks=[stop], **QUICK)
+    with pytest.raises(KeyboardInterrupt, match="stopped after 2 episodes") as stopped:
+        cids.run(LineGrid(), 0, 5, solution=RandomPolicy(3), callbacks=[stop], **QUICK)
     assert seen == [1, 2]
-    assert run.returns.shape == (1, 2)
+    assert stopped.value.run.returns.shape == (1, 2)
 
     def at_once(agent):
         raise KeyboardInterrupt
 
-    nothing = cids.run(LineGrid(), at_once, 5, solution=RandomPolicy(3), **QUICK)
+    with pytest.raises(cids.RunInterrupted) as stopped:
+        cids.run(LineGrid(), at_once, 5, solution=RandomPolicy(3), **QUICK)
+    nothing = stopped.value.run
     assert nothing.returns.shape == (1, 0)
     assert nothing.to_inference_data(draws=2).posterior["context_index"].shape == (4, 2, 1, 1)
 
