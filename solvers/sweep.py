@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from cpomdp_ppl.errors import as_integer, require, require_count, require_model
 from cpomdp_ppl.experiments import sweep as sweeps
 from cpomdp_ppl.experiments.axes import Product
 from cpomdp_ppl.experiments.execute import RETRIES
+from cpomdp_ppl.experiments.files import remove_folders
 from cpomdp_ppl.experiments.fingerprint import fingerprint
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.model import CPOMDP
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
     from cpomdp_ppl.experiments.axes import Axis
 
 FITS = "fits"
-"""Where checkpoints are, in the folder of a sweep."""
+"""Name of the folder of checkpoints in the folder of a sweep."""
 
-OWN = ("model", "seed", "progress", "checkpoint", "callbacks")
-"""Arguments of `cids.fit` that are not for the caller to choose."""
+SET_HERE = ("model", "seed", "progress", "checkpoint", "callbacks")
+"""Arguments of `cids.fit` that the caller of a sweep does not choose."""
 
 
 def sweep(
@@ -51,18 +50,18 @@ def sweep(
     """Fit C-IDS for every model, setting and seed, and evaluate every policy on the same noise.
 
     Args:
-        models: One, several, or several by name.
-        seeds: Of the fits: how many, or which.
-        num_episodes: To evaluate a policy with.
-        evaluation_seed: Of those episodes: the same contexts, first states and noise for all.
-        folder: Where outcomes are kept, and checkpoints of fits that are not finished: a sweep that was
+        models: One model, several, or several by name.
+        seeds: Seeds of the fits: how many, or which.
+        num_episodes: Number of episodes that each policy is evaluated with.
+        evaluation_seed: Seed of those episodes: the same contexts, first states and noise for all.
+        folder: Folder for outcomes, and for checkpoints of fits that are not finished: a sweep that was
             killed goes on from there, and so do its fits, if processes elsewhere see the same folder. Sweeps
             can share a folder at the same time if they have no point in common.
-        workers: How many processes; see `cpomdp_ppl.experiments.sweep.sweep`.
-        retries: How often a point is taken up again whose process was killed.
+        workers: Number of processes; see `cpomdp_ppl.experiments.sweep.sweep`.
+        retries: How often a point is tried again whose process was killed.
         progress: Whether to show a progress bar.
-        settings: Of `cids.fit`. A list of numbers or words, or a mapping from labels to anything, is an axis;
-            everything else, a tuple for instance, is one value for all.
+        settings: Settings of `cids.fit`. A list of numbers or words, or a mapping from labels to anything, is
+            an axis; everything else, a tuple for instance, is one value for all.
 
     Returns:
         By `model`, axes among the settings, and `seed`: `return` and `return_standard_error`; `entropy` of
@@ -84,7 +83,7 @@ def sweep(
     num_episodes = require_count("num_episodes", num_episodes)
     (evaluation_seed,) = _seeds("evaluation_seed", [evaluation_seed])
     require(folder is None or isinstance(folder, str | os.PathLike), "folder", folder, "a path")
-    allowed = [name for name in inspect.signature(cids.fit).parameters if name not in OWN]
+    allowed = [name for name in inspect.signature(cids.fit).parameters if name not in SET_HERE]
     for name in settings:
         require(name in allowed, "settings", name, f"those of cids.fit: {', '.join(allowed)}")
     swept = {name: value for name, value in settings.items() if isinstance(value, list | Mapping)}
@@ -108,11 +107,10 @@ class FitAndEvaluate:
     """A task for `cpomdp_ppl.experiments.sweep.sweep`: fit C-IDS, and evaluate its policy.
 
     Attributes:
-        num_episodes: To evaluate with.
-        evaluation_seed: Of those episodes.
-        settings: Of `cids.fit`, the same at all points.
-        fits: Where checkpoints are, by a digest of all that decides a fit; None for nowhere. It makes no
-            difference to the outcome.
+        num_episodes: Number of episodes to evaluate with.
+        evaluation_seed: Seed of those episodes.
+        settings: Settings of `cids.fit`, the same at all points.
+        fits: Folder of checkpoints, or None. It makes no difference to the outcome.
     """
 
     num_episodes: int
@@ -125,12 +123,12 @@ class FitAndEvaluate:
 
         Args:
             model: The CPOMDP.
-            seed: Of the fit.
-            settings: Further ones of `cids.fit`.
+            seed: Seed of the fit.
+            settings: Further settings of `cids.fit`.
         """
         place = None if self.fits is None else self.fits / self.place(model, seed, **settings)
         settings = copy.deepcopy({**self.settings, **settings})  # a policy is learned in place
-        # Chosen here, for the digest to tell: outcomes of code that would choose another are refused.
+        # Chosen here, for the fingerprint to tell: outcomes of code that would choose another are refused.
         settings["likelihood"] = backend_for(model, settings.get("likelihood"))
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
         # On a fixed prior the policy is played with what it was learned for, as `Solution.evaluate` does.
@@ -147,24 +145,21 @@ class FitAndEvaluate:
         }
 
     def place(self, model: CPOMDP, seed: int, **settings: Any) -> str:
-        """The name of the folder with the checkpoint of a fit; see `__call__`."""
+        """Name of a fit's folder of checkpoints: the fingerprint of all that decides the fit."""
         return fingerprint([model, seed, {**self.settings, **settings}])
 
     def forget(self, axes: Mapping[str, Axis], but: Collection[tuple[Any, ...]] = ()) -> None:
         """Remove the checkpoints of points whose outcomes are kept, and of no others.
 
         Args:
-            axes: Of the sweep.
+            axes: Axes of the sweep.
             but: Labels of points that have no outcome.
         """
-        if self.fits is None or not self.fits.is_dir():
-            return
-        product = Product.of(axes)
-        for labels, point in zip(product.points, product.each(lambda value: value), strict=True):
-            if tuple(labels.values()) not in but:
-                shutil.rmtree(self.fits / self.place(**point), ignore_errors=True)
-        with suppress(OSError):  # those of others are in it
-            self.fits.rmdir()
+        if self.fits is not None:
+            product = Product.of(axes)
+            pairs = zip(product.points, product.each(lambda value: value), strict=True)
+            done = [self.place(**point) for labels, point in pairs if tuple(labels.values()) not in but]
+            remove_folders(self.fits, done)
 
 
 def _seeds(argument: str, seeds: Any) -> list[int]:

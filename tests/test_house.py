@@ -19,10 +19,7 @@ PACKAGES = ("cpomdp_ppl", "solvers", "baselines")
 LINES_OF_A_FUNCTION = 60
 
 TO_DO: dict[str, set[str]] = {
-    "disk": {
-        "solvers.sweep: self.fits.rmdir",
-        "solvers.sweep: shutil.rmtree",
-    },
+    "disk": set(),
     "algorithm": set(),
     "inference": {
         "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import secrets
+import shutil
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import invalid, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_MESSAGES = ("No space left on device", "PytorchStreamWriter failed writing", ". unexpected pos ")
@@ -193,3 +195,11 @@ def made_directory(argument: str, directory: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise invalid(argument, str(directory), f"a directory that can be made ({error.strerror})") from error
     return path
+
+
+def remove_folders(parent: Path, names: Iterable[str]) -> None:
+    """Remove folders with all that is in them, and their parent if nothing is left in it."""
+    for name in names:
+        shutil.rmtree(parent / name, ignore_errors=True)
+    with suppress(OSError):  # something else is in it, or it is not there
+        parent.rmdir()
