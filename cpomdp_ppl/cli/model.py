@@ -160,7 +160,12 @@ def as_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def as_value(text: str) -> Any:
-    """The value of a Python literal, or else the text itself. No code is run."""
+    """The value of a Python literal, or else the text itself. No code is run.
+
+    Example:
+        >>> [as_value(text) for text in ("(1, 2.5)", "None", "north", "__import__('os').getcwd()", "")]
+        [(1, 2.5), None, 'north', "__import__('os').getcwd()", '']
+    """
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

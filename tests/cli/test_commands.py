@@ -1,0 +1,249 @@
+"""What commands do, compared with the functions behind them."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from pathlib import Path
+from shutil import copytree
+
+import arviz as az
+import pytest
+import torch
+
+from cpomdp_command import main
+from cpomdp_ppl import Episodes, RandomPolicy, evaluate, simulate
+from cpomdp_ppl.cli import COMMANDS, compare, figures
+from cpomdp_ppl.cli.figures import is_installed
+from cpomdp_ppl.cli.model import ModelSpec
+from cpomdp_ppl.models import LineGrid
+from solvers import cids
+from tests.cli.conftest import LINE_GRID, SMALL, read, refused
+
+
+def rows_of(table):
+    with open(table) as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
+    coin = ("coin.py:Coin", "bias=0.8")
+    assert main(["check", *coin]) == 0
+    assert capsys.readouterr().out == "Coin: no faults in 2 contexts, 3 actions, 4 steps\n"
+
+    words = ["--policy", "random", "--num-episodes", "50", "--contexts", "loaded", "--seed", "1"]
+    assert main(["simulate", *coin, *words]) == 0
+    played = Episodes.load("runs/Coin-simulate-1/episodes.npz")
+    model = ModelSpec.of(coin).build()
+    mine = simulate(model, RandomPolicy(3), 50, contexts="loaded", seed=1)
+    assert torch.equal(played.rewards, mine.rewards)
+    (row,) = rows_of("runs/Coin-simulate-1/returns.csv")
+    assert row["context"] == "loaded"
+    assert float(row["return"]) == pytest.approx(float(mine.returns.mean()))
+
+    fitted = cids.fit(model, iterations=4, batch_size=8, likelihood="exact", seed=5, progress=False)
+    kept = cids.load("here/solution", model)
+    for name, weight in fitted.policy.state_dict().items():
+        assert torch.equal(kept.policy.state_dict()[name], weight), name
+    returns = [float(row["return"]) for row in rows_of("here/history.csv")]
+    assert returns == fitted.history["return"].values.tolist()
+    record = read("here/run.json")
+    assert (record["command"], record["seed"], record["finished"]) == ("fit", 5, True)
+    assert (record["model"], record["arguments"]) == ("coin.py:Coin", {"bias": "0.8"})
+    assert (record["settings"]["iterations"], record["settings"]["objective"]) == (4, "information")
+
+    assert main(["evaluate", "here", "--num-episodes", "64", "--seed", "2"]) == 0
+    found, expected = read("here/evaluation.json"), fitted.evaluate(64, seed=2)
+    assert found["returns"]["mean"] == expected.returns.mean
+    assert found["entropy"]["mean"] == expected.entropy.mean
+    assert found["likelihood"] == "exact"
+
+    if is_installed("matplotlib"):
+        monkeypatch.setattr(figures, "is_installed", is_installed)
+    words = ["--num-episodes", "4", "--draws", "20", "--calibrate", "40", "--likelihood", "exact"]
+    assert main(["diagnose", "here", *words]) == 0
+    data = az.from_netcdf("here/episodes.nc")
+    assert set(data.groups()) >= {"posterior", "sample_stats", "observed_data"}
+    assert read("here/calibration.json")["calibrated"] is True
+    rows = {row["quantity"]: row for row in rows_of("here/rhat.csv")}
+    posterior = data.posterior["is_context"].mean(("chain", "draw"))
+    assert float(rows["is_context[0, fair]"]["mean"]) == pytest.approx(float(posterior[0, 0]), abs=1e-5)
+    names = ("solution", "contexts", "states", "filter", "calibration")
+    drawn = {path.name for path in Path("here/figures").iterdir()}
+    assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert set(read("here/run.json")["added"]) == {"evaluate", "diagnose"}
+
+    capsys.readouterr()
+    assert main(["report", "here", "--num-episodes", "2"]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert "call loaded" in page.read_text()
+
+
+def test_algorithm_1(capsys, monkeypatch):
+    coin = ["fit", "coin.py:Coin", "bias=0.8", *SMALL, "--prior", "dirichlet", "--run", "here", "--quiet"]
+    assert main(coin) == 0
+    words = ["run", "here", "--context", "loaded", "--num-episodes", "3", "--num-runs", "5", "--seed", "4"]
+    words += ["--likelihood", "exact"]
+    assert main(words) == 0
+    model = ModelSpec.of(["coin.py:Coin", "bias=0.8"]).build()
+    settings = {
+        "solution": cids.load("here/solution", model),
+        "num_runs": 5,
+        "likelihood": "exact",
+        "seed": 4,
+    }
+    done = cids.run(model, "loaded", 3, **settings, progress=False)
+    rows = rows_of("here/algorithm_1.csv")
+    assert [float(row["return"]) for row in rows] == done.returns.flatten().tolist()
+    assert [float(row["P(loaded)"]) for row in rows] == done.posteriors[:, 1:, 1].flatten().tolist()
+    assert {row["true_context"] for row in rows} == {"loaded"}
+    assert "run" in az.from_netcdf("here/algorithm_1.nc").groups()
+    assert read("here/run.json")["added"]["run"]["settings"]["context"] == "loaded"
+
+    shorter = cids.run(model, "loaded", 3, **settings, stop_at=0.6, progress=False)
+    assert not shorter.played.all()
+    for option in ("--stop-at", "--settled"):
+        assert main([*words, option, "0.6", "--quiet"]) == 0
+        played = [row["played"] == "True" for row in rows_of("here/algorithm_1.csv")]
+        assert played == shorter.played.flatten().tolist()
+
+    # As after Ctrl-C: with fewer episodes than were asked for.
+    monkeypatch.setattr(cids, "run", lambda *_, **__: done)
+    capsys.readouterr()
+    assert main([*words[:4], "--num-episodes", "9"]) == 130
+    assert "stopped after 3 of 9 episodes" in capsys.readouterr().err
+
+
+def test_a_comparison_measures_nobody_twice(capsys, monkeypatch):
+    played = []
+
+    def interrupted_at_the_second(model, policy, *arguments, **settings):
+        played.append(type(policy).__name__)
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        return evaluate(model, policy, *arguments, **settings)
+
+    monkeypatch.setattr(compare, "evaluate", interrupted_at_the_second)
+    words = ["compare", LINE_GRID, "--policies", "random,likeliest", "--num-episodes", "40", "--seed", "3"]
+    assert main(words) == 130
+    err = capsys.readouterr().err
+    assert "runs/LineGrid-compare-1 has comparison.json" in err
+    assert f"to go on: cpomdp {' '.join(words)} --run runs/LineGrid-compare-1" in err
+    assert main([*words, "--run", "runs/LineGrid-compare-1"]) == 0
+    assert played == ["RandomPolicy", "MostLikelyContext", "MostLikelyContext"]
+    assert "| likeliest | 40 |" in capsys.readouterr().out
+    rows = {row["policy"]: row for row in rows_of("runs/LineGrid-compare-1/comparison.csv")}
+    assert list(rows) == ["random", "likeliest"]
+    truth = evaluate(LineGrid(), RandomPolicy(3), 40, seed=3)
+    assert float(rows["random"]["return"]) == truth.returns.mean
+    assert float(rows["random"]["regret_standard_error"]) == truth.regret.standard_error
+    assert rows["random"]["training_seconds"] == ""
+
+
+RULES = """
+import torch
+from cpomdp_ppl import FunctionPolicy
+from cpomdp_ppl.cli import Recipe
+
+def rule(history):
+    return torch.full((history.num_episodes,), 1)
+
+loaded = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
+made = Recipe(lambda model, budget: FunctionPolicy(lambda history: torch.zeros(history.num_episodes).long()))
+"""
+
+
+def test_policies_of_a_user(capsys):
+    """A function, a policy and a recipe, in a file or in a module."""
+    Path("rules.py").write_text(RULES)
+    names = ["random", "rules.py:rule", "rules:loaded", "./rules.py:made"]
+    words = ["compare", "coin.py:Coin", "bias=0.8", "--policies", ",".join(names), "--run", "table"]
+    assert main([*words, "--num-episodes", "40"]) == 0
+    found = {name: each["evaluation"]["returns_by_context"] for name, each in measured("table").items()}
+    assert list(found) == names
+    assert [found["rules.py:rule"][c]["mean"] for c in ("fair", "loaded")] == [4.0, -4.0]
+    assert [found["rules:loaded"][c]["mean"] for c in ("fair", "loaded")] == [-4.0, 4.0]
+    assert [found["./rules.py:made"][c]["mean"] for c in ("fair", "loaded")] == [0.0, 0.0]
+
+    Path("rules.py").write_text(RULES.replace("num_episodes,), 1", "num_episodes,), 2"))
+    capsys.readouterr()
+    assert main([*words, "--num-episodes", "40"]) == 0
+    err = capsys.readouterr().err
+    assert "random: measured before" in err
+    assert "rules.py:rule: its code has changed, and is measured again" in err
+    assert measured("table")["rules.py:rule"]["evaluation"]["returns_by_context"]["fair"]["mean"] == -4.0
+    Path("tools.py").write_text("def one(): pass\n\ndef other(): pass\n")
+    said = refused(capsys, *words[:4], "tools.py:rule")
+    assert "tools.py has no policy 'rule'; its functions are one, other" in said
+
+
+def measured(run):
+    return read(f"{run}/comparison.json")
+
+
+def test_a_filter_that_is_not_calibrated_is_a_failure(capsys):
+    words = ["diagnose", "cpomdp_ppl.models:LightDark", "horizon=4", "--policy", "random"]
+    words += ["--calibrate", "200", "--likelihood", "smc,num_particles=2", "--num-episodes", "3"]
+    assert main([*words, "--draws", "20"]) == 1
+    assert "smc is not calibrated" in capsys.readouterr().out
+    assert read("runs/LightDark-diagnose-1/calibration.json")["calibrated"] is False
+
+
+OUR_COMMANDS = ("check", "simulate", "evaluate", "compare", "diagnose", "report", "fit", "run")
+
+MAZE = """
+from cpomdp_ppl.models import LineGrid
+
+class Maze(LineGrid):
+    def __init__(self, walls=(), horizon=3):
+        super().__init__(horizon=min(horizon, 3))
+
+def rule(history):
+    return history.actions.new_zeros(history.num_episodes)
+"""
+
+LITTLE = {
+    "--num-episodes": "2",
+    "--planned-episodes": "1",
+    "--simulations": "2",
+    "--training-episodes": "8",
+    "--iterations": "2",
+    "--batch-size": "4",
+    "--num-runs": "2",
+    "--draws": "5",
+    "--likelihood": "smc,num_particles=32",
+    "--calibrate": "20",
+}
+"""What replaces the settings of an example, or the defaults."""
+
+
+@pytest.fixture(scope="module")
+def light_dark_fit(tmp_path_factory):
+    """The run that examples speak of."""
+    place = tmp_path_factory.mktemp("examples") / "LightDark-fit-1"
+    words = ["--iterations", "2", "--batch-size", "4", "--likelihood", "ekf", "--seed", "1", "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+        assert main(["fit", "cpomdp_ppl.models:LightDark", *words, "--run", str(place)]) == 0
+    return place
+
+
+@pytest.mark.filterwarnings("ignore")  # there is too little of everything
+@pytest.mark.parametrize("name", OUR_COMMANDS)
+def test_examples_of_help_can_be_run(light_dark_fit, capsys, name):
+    Path("my_model.py").write_text(MAZE)
+    copytree(light_dark_fit, "runs/LightDark-fit-1")
+    assert main([name, "--help"]) == 0
+    known = capsys.readouterr().out
+    assert f"usage: cpomdp {name}" in known
+    examples = COMMANDS.find(name).examples
+    assert examples
+    for example in examples:
+        if "pouct" in example and not is_installed("pomdp_py"):
+            continue
+        cpomdp, *words = shlex.split(example)
+        assert (cpomdp, words[0]) == ("cpomdp", name)
+        less = [word for pair in LITTLE.items() if f"{pair[0]} " in known for word in pair]
+        if "--calibrate" not in words:
+            less = [word for word in less if word not in ("--calibrate", LITTLE["--calibrate"])]
+        assert main([*words, *less, "--quiet"]) in ((0, 1) if "--calibrate" in words else (0,)), example
