@@ -60,7 +60,7 @@ def test_code_that_has_changed(elsewhere, here, coin_fit, capsys, monkeypatch):
     monkeypatch.chdir(elsewhere)
 
     Path("coin.py").write_text(COIN.replace("-1.0", "-2.0"))
-    assert "its code of the model (sha256) is" in refused(capsys, *FIT_COIN)
+    assert "made with code of the model (sha256) = " in refused(capsys, *FIT_COIN)
     said = refused(capsys, "evaluate", "here")
     assert "coin.py has changed since here was made" in said
     assert "--model coin.py:Coin" in said
