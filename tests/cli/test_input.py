@@ -142,8 +142,8 @@ def test_version_and_usage(capsys):
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
     words = ["fit", "coin.py:Coin", "bias=0.8", *SMALL]
     assert main(words) == 0
     err = capsys.readouterr().err
@@ -157,8 +157,8 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
 
 
 def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.FIRST", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.EVERY", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
+    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
     names, budget = "qmdp,pft,rdpg", ["--simulations", "3", "--training-episodes", "50"]
     episodes = ["--num-episodes", "6", "--planned-episodes", "2"]
     assert main(["compare", "coin.py:Coin", "bias=0.8", "--policies", names, *budget, *episodes]) == 0
