@@ -107,8 +107,10 @@ def test_algorithm_1(capsys, monkeypatch):
         played = [row["played"] == "True" for row in rows_of("here/algorithm_1.csv")]
         assert played == shorter.played.flatten().tolist()
 
-    # As after Ctrl-C: with fewer episodes than were asked for.
-    monkeypatch.setattr(cids, "run", lambda *_, **__: done)
+    def interrupted(*_, **__):
+        raise cids.RunInterrupted(done)
+
+    monkeypatch.setattr(cids, "run", interrupted)
     capsys.readouterr()
     assert main([*words[:4], "--num-episodes", "9"]) == 130
     assert "stopped after 3 of 9 episodes" in capsys.readouterr().err
