@@ -13,11 +13,10 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.errors import require
-from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.inference.particle_filter import SMC
+    from cpomdp_ppl.inference import SMC
     from cpomdp_ppl.model import CPOMDP
 
 Commitment: TypeAlias = int | str | Callable[[int], int | str]
@@ -79,7 +78,7 @@ def returns_after(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Te
     copies = map_state(lambda leaf: leaf.repeat_interleave(A, 1), states)  # [C, R·A, M, …]
     action = torch.arange(A, device=time.device).repeat(R)
     reward = programs.reward(copies, action, shape).mean(2)  # [C, R·A]
-    after = moved(programs, copies, action, shape)
+    after = programs.move_states(copies, action)
     to_come = returns_of(plans, programs, after, (time + 1).repeat_interleave(A))  # [C, R·A, G]
     return (reward[..., None] + to_come).view(C, R, A, -1)
 
@@ -102,11 +101,5 @@ def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor],
         action = action_at(t.clamp(max=T - 1))
         total += torch.where(t < T, programs.reward(states, action, shape).mean(2), 0.0)  # the rest are over
         if ahead < last:
-            states = moved(programs, states, action, shape)
+            states = programs.move_states(states, action)
     return total
-
-
-def moved(programs: SMC, states: Any, action: Tensor, shape: torch.Size) -> Any:
-    """Where actions `[R]` lead from states `[C, R, M, …]`, of shape `[C, R, M]`."""
-    after, _ = programs.proposal.transition(states, shape, Observed(0, action, {}, {}))
-    return programs.signature.broadcast(after, shape)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from baselines.belief import Memory, as_seen, conditioned, drawn, evenly_weighted, thinned
+from baselines.belief import Memory, conditioned
 from baselines.commitments import Commitment, plans, play, returns_after, returns_of
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.rng import require_seed, seed_for
@@ -28,7 +29,6 @@ from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.inference.particle_filter import SMC, Cloud
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History
     from cpomdp_ppl.signature import Signature
@@ -38,6 +38,7 @@ LeafValue: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 
 LEAVES = ("commitment", "qmdp", "rollout")
 BYTES_AT_ONCE = 2**29
+"""Bytes that trees grown together may take."""
 SPREAD = 0.25
 """The default exploration constant, in units of what returns met in a search are apart."""
 TINY = 1e-12
@@ -162,7 +163,7 @@ class PFT:
             most_outcomes(self, signature),
         )
         numbers = C * N * (state + 2) + J * (seen + 7) + 5 * A  # in a node
-        return int(max(1, BYTES_AT_ONCE // (4 * numbers * (self.num_simulations + 1))))
+        return how_many_fit(BYTES_AT_ONCE, 4 * numbers * (self.num_simulations + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +286,7 @@ class Search:
         self.J = most_outcomes(settings, self.programs.signature)
         self.filter: SMC = ParticleFilter(settings.num_particles).recursion(self.model)
         self.plans = plans(self.model, settings.commitments).to(self.model.device)
-        cloud = evenly_weighted(thinned(memory.belief, settings.num_particles), memory.belief.weights.dtype)
+        cloud = self.filter.of_states(memory.belief.spread(settings.num_particles))
         K = settings.num_simulations + 1
         self.tree = planted(cloud, memory.log_posterior, self.programs, K, self.J)
         k, alpha = settings.widening
@@ -377,11 +378,11 @@ class Search:
         before = tree.log_posterior[node, b]  # [R, C]
         self.open(k, frontier, cloud, before)
         first = torch.where(frontier.first > 0, frontier.first, k)
-        seen = as_seen(
+        seen = Observed.at(
+            self.time + 1,
             a,
             {site: values[first, b, frontier.outcome] for site, values in tree.observations.items()},
             {site: flags[first, b, frontier.outcome] for site, flags in tree.observed.items()},
-            self.time + 1,
         )
         p = before.exp()
         reward = (p * self.filter.expected_reward(cloud, a).T).sum(1)
@@ -405,7 +406,7 @@ class Search:
         if not len(rows):
             return
         tree, b = self.tree, frontier.episode[rows]
-        states, contexts = drawn(cloud, log_posterior[rows], rows, self.J)
+        states, contexts = cloud.draw_jointly(log_posterior[rows], rows, self.J)
         action = frontier.action[rows, None].expand(-1, self.J).reshape(-1)
         percept = self.programs.step(states, action, contexts).percept
         numbers = []
@@ -430,7 +431,7 @@ class Search:
         if len(rows) < len(time):
             cloud = map_belief(lambda leaf: leaf.index_select(1, rows), cloud)
             b, posterior, time = b[rows], posterior[rows], time[rows]
-        states = thinned(cloud, self.settings.leaf_particles)
+        states = cloud.spread(self.settings.leaf_particles)
         if self.settings.leaf == "commitment":
             returns = returns_after(self.plans, self.filter, states, time).double()
             return value.index_copy_(0, rows, self.commit(k, b, returns, posterior))

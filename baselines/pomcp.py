@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from baselines.binning import Limits, Scheme
     from baselines.pomdp_py_adapter import RolloutsAsked, Symbol
+    from cpomdp_ppl.inference import Cloud
     from cpomdp_ppl.inference.online import OnlineFilter
-    from cpomdp_ppl.inference.particle_filter import Cloud
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History, Percept
 
@@ -190,8 +190,8 @@ class POUCT(_TreeSearch):
 
     def _roots(self, cloud: Cloud, posterior: Tensor, time: int) -> Iterator[pomdp_py.Particles]:
         """Draw states and contexts for every episode."""
-        C, B, N = cloud.weights.shape
-        joint = (posterior.T[:, :, None] * cloud.weights).movedim(1, 0).reshape(B, C * N)
+        C, B, N = cloud.shape
+        joint = (posterior.T[:, :, None] * cloud.weights.values).movedim(1, 0).reshape(B, C * N)
         drawn = torch.multinomial(joint, self.num_particles, replacement=True)  # [B, M] of C·N
         rows = self.rows.of(map_state(lambda leaf: leaf.flatten(0, 2), cloud.state))  # [C·B·N, K]
         b = torch.arange(B, device=drawn.device)[:, None]

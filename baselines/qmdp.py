@@ -14,20 +14,23 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from baselines.belief import Memory, as_seen, conditioned, drawn, evenly_weighted, thinned
-from baselines.commitments import Commitment, moved, plans, returns_of
+from baselines.belief import Memory, conditioned
+from baselines.commitments import Commitment, plans, returns_of
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import as_integer, require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.particle_filter import CELLS_AT_ONCE
 from cpomdp_ppl.rng import require_seed, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.inference.particle_filter import SMC, Cloud
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History, Percept
+
+
+NUMBERS_AT_ONCE = 2**18
+"""Numbers of states and particles handled together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,15 +156,15 @@ class OneStep:
         """As many as bound the memory that states and particles take."""
         size: int = sum(leaf.shape.numel() for _, leaf in leaves(self.filter.signature.state))
         cells = max(self.A * len(self.plans) * self.M, self.J * self.M, self.N)
-        return max(1, CELLS_AT_ONCE // (self.model.num_contexts * cells * max(size, 1)))
+        return how_many_fit(NUMBERS_AT_ONCE, self.model.num_contexts * cells * max(size, 1))
 
     def values(self, memory: Memory) -> Tensor:
         """`Σ_c P(c | h) (E[r_c(s, a)] + max_g E[what g earns from s'])`, `[B, A]`."""
         B, A = len(memory.log_posterior), self.A
-        states = thinned(memory.belief, self.M)  # [C, B, M, …], the same for every action
+        states = memory.belief.spread(self.M)  # [C, B, M, …], the same for every action
         states = map_state(lambda leaf: leaf.repeat_interleave(A, 1), states)  # [C, B·A, M, …]
         action = torch.arange(A, device=self.model.device).repeat(B)
-        after = moved(self.filter, states, action, torch.Size((self.model.num_contexts, B * A, self.M)))
+        after = self.filter.move_states(states, action)
         returns = returns_of(self.plans, self.filter, after, torch.full_like(action, self.time + 1))
         V = returns.amax(2).view(-1, B, A).double()  # [C, B, A]
         r = torch.stack([memory.expected_reward(self.filter, a) for a in range(A)], 1)  # [B, A]
@@ -171,7 +174,7 @@ class OneStep:
         """`H(C | h) − E_o[H(C | h, a, o)]`, `[B, A]`."""
         B = len(memory.log_posterior)
         rows = torch.arange(B, device=self.model.device)
-        states, contexts = drawn(memory.belief, memory.log_posterior, rows, self.J)  # [B·J, …], [B·J]
+        states, contexts = memory.belief.draw_jointly(memory.log_posterior, rows, self.J)  # [B·J, …], [B·J]
         beliefs = self.spread(memory.belief)
         before = memory.log_posterior.repeat_interleave(self.J, 0)  # [B·J, C]
         gains = []
@@ -190,7 +193,7 @@ class OneStep:
             C, B, _, *event = leaf.shape
             return leaf.view(C, B, self.M, self.J, *event).movedim(3, 2).reshape(C, -1, self.M, *event)
 
-        return map_state(dealt, thinned(belief, self.M * self.J))
+        return map_state(dealt, belief.spread(self.M * self.J))
 
     def gain(self, percept: Percept, states: Any, before: Tensor) -> Tensor:
         """By how much the entropy over contexts falls when something is seen, `[R]`.
@@ -201,13 +204,13 @@ class OneStep:
             before: Their `log P(c | h)`, `[R, C]`.
         """
         gain = torch.zeros_like(before[:, 0])
-        seen = as_seen(percept.action, percept.observations, percept.observed, self.time + 1)
+        seen = Observed.at(self.time + 1, percept.action, percept.observations, percept.observed)
         rows = torch.arange(len(gain), device=gain.device) if seen.rows is None else seen.rows
         if not len(rows):
             return gain
         before = before[rows]
         states = map_state(lambda leaf: leaf.index_select(1, rows), states)
-        _, increment = self.filter.step(evenly_weighted(states, self.filter.dtype), seen.select(rows))
+        _, increment = self.filter.step(self.filter.of_states(states), seen.select(rows))
         after = conditioned(before, increment.T)
         return gain.index_copy_(0, rows, entr(before.exp()).sum(1) - entr(after.exp()).sum(1))
 

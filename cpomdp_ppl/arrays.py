@@ -11,7 +11,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import invalid, require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def as_array(argument: str, values: Any) -> np.ndarray[Any, Any]:
@@ -85,6 +85,27 @@ def are_probabilities(p: Tensor) -> bool:
     """Whether `[…, K]` is non-negative and sums to 1."""
     total = p.sum(-1)
     return bool((p >= 0).all()) and bool(torch.isclose(total, torch.ones_like(total), atol=1e-5).all())
+
+
+def how_many_fit(budget: int, each: int) -> int:
+    """How many things of a size, in bytes or numbers, are handled at once within a budget: at least one.
+
+    Example:
+        >>> how_many_fit(2**20, 1000), how_many_fit(10, 1000)
+        (1048, 1)
+    """
+    return max(1, budget // max(each, 1))
+
+
+def pieces(total: int, size: int) -> Iterator[slice]:
+    """The slices of a range that are handled one after the other.
+
+    Example:
+        >>> list(pieces(5, 2))
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
 
 
 def on_the_right(flags: Tensor, like: Tensor) -> Tensor:

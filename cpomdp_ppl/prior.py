@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import are_probabilities, as_tensor
 from cpomdp_ppl.errors import invalid, require
+from cpomdp_ppl.rng import inverse_cdf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +66,7 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
         prior = prior[0]
     if prior.dim() == 2:
         levels = levels[torch.randperm(num_episodes, device=prior.device)][:, None]
-    total = prior.double().cumsum(-1)
-    drawn = torch.searchsorted(total / total[..., -1:], levels, right=True)
-    return drawn.clamp(max=prior.shape[-1] - 1).reshape(num_episodes)
+    return inverse_cdf(prior.double(), levels).reshape(num_episodes)
 
 
 def weighted_strata(

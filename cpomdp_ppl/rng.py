@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import pyro
 import torch
+from torch import Tensor
 
 from cpomdp_ppl.errors import as_integer, invalid
 
@@ -107,6 +108,24 @@ def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
     """
     parts = {"torch": slice(6, None), "numpy.random": slice(1, 6), "random": slice(0, 1)}
     return [name for name, part in parts.items() if before[part] != after[part]]
+
+
+def inverse_cdf(weights: Tensor, levels: Tensor) -> Tensor:
+    """The indices at which the distribution functions of weights `[…, N]` pass levels `[…, M]` in [0, 1).
+
+    An index of weight 0 is never among them.
+
+    Example:
+        >>> inverse_cdf(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0.0, 0.2, 0.3, 0.9]))
+        tensor([0, 0, 2, 2])
+    """
+    total = weights.cumsum(-1)
+    return first_above(total / total[..., -1:], levels)
+
+
+def first_above(cumulative: Tensor, levels: Tensor) -> Tensor:
+    """The first index whose cumulative weight `[…, N]` is above each level `[…, M]`; the last, if none is."""
+    return torch.searchsorted(cumulative, levels, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 class RandomStream:

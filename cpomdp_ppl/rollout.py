@@ -17,7 +17,7 @@ from cpomdp_ppl.errors import ModelError, invalid, require, require_count, requi
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.policy import Decision, History, Percept, Policy, UniformActions, as_policy
 from cpomdp_ppl.prior import as_prior
-from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rng import inverse_cdf, isolated
 from cpomdp_ppl.signature import read_signature
 from cpomdp_ppl.state import leaves, map_state
 
@@ -89,11 +89,8 @@ def simulate(
 def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
     C = model.num_contexts
     if contexts is None:
-        # By inverting the distribution function; `multinomial` is many times slower.
-        # Divided by its last value, it is exactly 1 from the last possible context on.
         u = torch.rand(B, *[1] * (prior.dim() - 1), dtype=prior.dtype, device=model.device)
-        total = prior.cumsum(-1)
-        return torch.searchsorted(total / total[..., -1:], u, right=True).clamp(max=C - 1).reshape(B)
+        return inverse_cdf(prior, u).reshape(B)  # `multinomial` is many times slower
     if isinstance(contexts, str) and contexts == "balanced":
         return torch.arange(B, device=model.device) % C
     if isinstance(contexts, str):

@@ -22,8 +22,6 @@ TO_DO: dict[str, set[str]] = {
     "disk": set(),
     "algorithm": set(),
     "inference": {
-        "baselines.belief: cpomdp_ppl.inference.particle_filter:Cloud",
-        "baselines.qmdp: cpomdp_ppl.inference.particle_filter:CELLS_AT_ONCE",
         "cpomdp_ppl.report.recording: cpomdp_ppl.inference.discrete:DiscreteBelief",
     },
     "layers": {

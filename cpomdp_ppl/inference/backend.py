@@ -12,6 +12,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import (
     DensityError,
@@ -168,7 +169,7 @@ class Backend(ABC):
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
     ) -> int:
         """How many episodes fit in memory together when they are smoothed."""
-        return max(1, self.episodes_at_once(model, recursion) // (num_trajectories + 1))
+        return how_many_fit(self.episodes_at_once(model, recursion), num_trajectories + 1)
 
     def run(
         self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
@@ -208,11 +209,9 @@ class Backend(ABC):
             size = self.episodes_at_once(model, recursion)
             if size >= len(episodes):  # to slice them would be to check them again
                 return fold(recursion, episodes, moments, offset=0, allow_lost=allow_lost)
+            parts = pieces(len(episodes), size)
             return Filtering.concatenate(
-                [
-                    fold(recursion, episodes[i : i + size], moments, offset=i, allow_lost=allow_lost)
-                    for i in range(0, len(episodes), size)
-                ]
+                [fold(recursion, episodes[i], moments, i.start, allow_lost) for i in parts]
             )
 
     def smooth(
@@ -241,11 +240,9 @@ class Backend(ABC):
             recursion = self.recursion(model)
             require_same_sites(recursion, episodes)
             size = self.episodes_smoothed_at_once(model, recursion, episodes.horizon, num_trajectories)
+            parts = pieces(len(episodes), size)
             return Smoothing.concatenate(
-                [
-                    recursion.smooth(episodes[i : i + size], num_trajectories, offset=i)
-                    for i in range(0, len(episodes), size)
-                ]
+                [recursion.smooth(episodes[i], num_trajectories, i.start) for i in parts]
             )
 
     def larger(self) -> Backend | None:

@@ -128,10 +128,8 @@ class OnlineFilter:
             self._require_complete(seen)
         with inference_scope(self.model, 0):
             torch.set_rng_state(self._generator)
-            # A recursion may write into the belief it is given; what was handed out must stay as it was.
-            track = map_belief(torch.clone, self._track)
             take_in = self._filter.condition if action is None else self._filter.step
-            self._track, _ = take_in(track, seen)
+            self._track, _ = take_in(self._track, seen)
             self._generator = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.cloud import Cloud
+from cpomdp_ppl.inference.genealogy import Ancestors, Families
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
-from cpomdp_ppl.inference.particle_smoother import as_real, pick, smooth
+from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
-from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme, choose
+from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
+from cpomdp_ppl.inference.weights import Weights
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 
-CELLS_AT_ONCE = 2**18
-"""Particles handled together: few enough to stay in a processor's cache, many enough to drown overhead."""
+PARTICLES_AT_ONCE = 2**18
+"""Numbers in particles handled together: few enough to stay in cache, many enough to drown overhead."""
 
 MOST_PARTICLES = 2**15
 """From so many on, a filter that has lost an episode is not given more."""
@@ -104,65 +107,11 @@ class ParticleFilter(Backend):
         size: int = max(sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state)), seen)
         if self.guide == "ekf":
             size *= seen**2  # every particle holds Jacobian and covariance of what it expects to see
-        return max(1, CELLS_AT_ONCE // (model.num_contexts * self.num_particles * max(size, 1)))
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """Weighted particles, for every context and episode.
-
-    A step takes a cloud over: it writes into its tensors, because copies would be a good part of the work.
-
-    Attributes:
-        state: Leaves `[C, B, N, …]`.
-        weights: Normalised, `[C, B, N]`.
-        founders: Which particle of time 0 each one descends from, `[C, B, N]`.
-        ess: Effective sample size `1 / Σ W²`, `[C, B]`.
-        resampled: Which rows were resampled before the last move, bool `[C, B]`.
-        resampling_noise: The squared changes of the founders' shares by resampling, summed, `[C, B]`.
-    """
-
-    state: Any
-    weights: Tensor
-    founders: Tensor
-    ess: Tensor
-    resampled: Tensor
-    resampling_noise: Tensor
-
-
-@dataclass(frozen=True)
-class Offspring:
-    """The outcome of resampling some rows.
-
-    Attributes:
-        rows: Which rows of the C·B, `[R]`.
-        ancestors: Of every particle in them, `[R, N]`.
-    """
-
-    rows: Tensor
-    ancestors: Tensor
-
-    @cached_property
-    def flat(self) -> Tensor:
-        """Ancestors among all C·B·N particles, `[R·N]`."""
-        return (self.rows[:, None] * self.ancestors.shape[1] + self.ancestors).view(-1)
-
-    def everywhere(self, shape: torch.Size) -> Tensor:
-        """Ancestors of every particle `[C, B, N]`: its own number where there was no resampling."""
-        C, B, N = shape
-        ancestors = torch.arange(N, device=self.rows.device).repeat(C * B, 1)
-        return ancestors.index_copy_(0, self.rows, self.ancestors).reshape(shape)
-
-    def inherit_(self, leaf: Tensor) -> Tensor:
-        """Replace every particle of those rows by its ancestor, in place, in a tensor `[C, B, N, …]`."""
-        C, B, N, *event = leaf.shape
-        picked = leaf.view(C * B * N, *event).index_select(0, self.flat)
-        leaf.view(C * B, N, *event).index_copy_(0, self.rows, picked.view(-1, N, *event))
-        return leaf
+        return how_many_fit(PARTICLES_AT_ONCE, model.num_contexts * self.num_particles * max(size, 1))
 
 
 class SMC(Recursion):
-    """The particle filter's recursion over time."""
+    """The particle filter's recursion over time: resample, move, reweight."""
 
     def __init__(self, model: CPOMDP, settings: ParticleFilter) -> None:
         super().__init__(model)
@@ -173,7 +122,7 @@ class SMC(Recursion):
         for _, leaf in leaves(self.signature.state):
             if leaf.dtype.is_floating_point:
                 self.dtype = torch.promote_types(self.dtype, leaf.dtype)
-        self.proposal: Bootstrap = Bootstrap(self, self.common)
+        self.program = self.proposal = Bootstrap(self, self.common)
         if settings.guide == "ekf":
             self.proposal = LookAhead(self, self.common)
         elif settings.guide is not None:
@@ -184,173 +133,140 @@ class SMC(Recursion):
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
         shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
-        return self.cloud(self.proposal.initial(shape)[0], shape)
+        return self.of_states(self._broadcast(self.proposal.initial(shape)[0], shape))
 
-    def cloud(self, state: Any, shape: torch.Size) -> Cloud:
-        """States, leaves `[C, B, N, …]`, as particles of the same weight, each the founder of a family."""
-        (C, B, N), device = shape, self.context.device
-        return Cloud(
-            self.own_copy(state, shape),
-            torch.full(shape, 1.0 / N, device=device, dtype=self.dtype),
-            torch.arange(N, device=device, dtype=torch.int32).repeat(C, B, 1),
-            torch.full((C, B), float(N), device=device, dtype=self.dtype),
-            torch.zeros((C, B), dtype=torch.bool, device=device),
-            torch.zeros((C, B), dtype=self.dtype, device=device),
-        )
-
-    def with_rows(self, cloud: Cloud, rows: Tensor, states: State) -> Cloud:
-        """The same, with other particles of equal weight, leaves `[C, R, N, …]`, in the episodes `rows`."""
-        others = self.cloud(states, torch.Size((self.model.num_contexts, len(rows), self.N)))
-        return map_belief(lambda mine, theirs: mine.index_copy(1, rows, theirs), cloud, others)
-
-    def own_copy(self, state: Any, S: torch.Size) -> Any:
-        """A state that a program returned, with memory of its own for every particle to resample in."""
-        taken: set[int] = set()
-
-        def own(leaf: Tensor) -> Tensor:
-            leaf = leaf.contiguous()
-            if leaf.untyped_storage().data_ptr() in taken:  # two parts of a state may be the same tensor
-                leaf = leaf.clone()
-            taken.add(leaf.untyped_storage().data_ptr())
-            return leaf
-
-        return map_state(own, self.signature.broadcast(state, S))
-
-    def condition(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
-        """Weight the particles by what was seen; a guide may draw them anew, knowing it."""
+    def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """Weight the particles by what was observed; a guide may draw them anew, knowing it."""
         log_ratio = None
         if isinstance(self.proposal, Guided):
-            state, log_ratio = self.proposal.initial(cloud.weights.shape, seen)
-            cloud = replace(cloud, state=self.own_copy(state, cloud.weights.shape))
-        return self.reweight(cloud, seen, log_ratio)
+            state, log_ratio = self.proposal.initial(cloud.shape, observed)
+            cloud = replace(cloud, state=self._broadcast(state, cloud.shape))
+        return self.reweight(cloud, observed, log_ratio)
 
-    def step(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
+    def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
         """Resample, move, reweight."""
-        cloud, _ = self.resample(cloud, seen.alive)
-        cloud, log_ratio = self.move(cloud, seen)
-        return self.reweight(cloud, seen, log_ratio)
+        cloud, _ = self.resample(cloud, observed.alive)
+        cloud, log_ratio = self.propose(cloud, observed)
+        return self.reweight(cloud, observed, log_ratio)
 
-    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
-        """Resample the rows that need it, in place. Says who descends from whom; None if no row did."""
-        C, B, N = cloud.weights.shape
-        needed = self.resampling.needed(cloud.ess, N)  # [C, B]
+    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
+        """Resample the rows that need it. Says who descends from whom; None if no row did."""
+        (C, B, N), scheme = cloud.shape, self.resampling.scheme
+        needed = self.resampling.needed(cloud.weights.ess, N)  # [C, B]
         if alive is not None:
             needed = needed & alive
-        scheme = self.resampling.scheme
         # Drawn in any case: what one episode needs must not change the random numbers of another.
         uniforms = torch.rand(1 if self.common else C, B, scheme.num_uniforms(N), device=needed.device)
         if not bool(needed.any()):
             return replace(cloud, resampled=needed), None
         rows = needed.flatten().nonzero()[:, 0]  # [R] of C·B
-        uniforms = uniforms.reshape(-1, uniforms.shape[-1])[rows % B if self.common else rows]
-        weights, founders = cloud.weights.view(C * B, N), cloud.founders.view(C * B, N)
-        before = weights.index_select(0, rows)  # [R, N]
-        offspring = Offspring(rows, scheme(before, uniforms))
-        map_state(offspring.inherit_, cloud.state)
-        was = founders.index_select(0, rows).long()
-        now = was.gather(1, offspring.ancestors.long())
-        founders.index_copy_(0, rows, now.to(founders.dtype))
-        change = torch.zeros_like(before).scatter_add_(1, was, before)  # of the founders' shares, [R, N]
-        change.scatter_add_(1, now, torch.full_like(before, -1.0 / N))
-        noise = cloud.resampling_noise.flatten().index_add(0, rows, change.square_().sum(1)).view(C, B)
-        weights.index_fill_(0, rows, 1.0 / N)
-        ess = torch.where(needed, float(N), cloud.ess)
-        return replace(cloud, ess=ess, resampled=needed, resampling_noise=noise), offspring
-
-    def move(self, cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor | None]:
-        """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
-        S = cloud.weights.shape
-        state, log_ratio = self.proposal.transition(cloud.state, S, seen)
-        return replace(cloud, state=self.own_copy(state, S)), log_ratio
-
-    def reweight(self, cloud: Cloud, seen: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
-        """Multiply the weights by the density of what was seen. Returns the evidence increment `[C, B]`."""
-        C, B, _ = cloud.weights.shape
-        rows = None if log_ratio is not None else seen.rows
-        density = self.log_density(cloud, seen, rows)
-        if density is None:
-            return cloud, torch.zeros(C, B, dtype=torch.float64, device=cloud.weights.device)
-        # Where nothing was seen, nothing changes.
-        weights = cloud.weights if rows is None else cloud.weights.index_select(1, rows)
-        log_weights = weights.log() + density
-        if log_ratio is not None:
-            log_weights += log_ratio
-        highest = log_weights.amax(-1, keepdim=True)  # [C, B', 1]
-        normalised = log_weights.sub_(highest).exp_()
-        mass = normalised.sum(-1, keepdim=True)
-        normalised = (normalised / mass).to(weights.dtype)
-        increment = (highest.double() + mass.double().log_()).squeeze(-1)  # [C, B']
-        impossible = highest == -torch.inf
-        if bool(impossible.any()):  # such a context keeps the weights it had
-            normalised = torch.where(impossible, weights, normalised)
-            increment = torch.where(impossible.squeeze(-1), -torch.inf, increment)
-        ess = 1.0 / torch.linalg.vector_norm(normalised, dim=-1).square_()
-        if rows is None:
-            if seen.alive is not None:  # a guide's draws have weights even after the end
-                increment = torch.where(seen.alive, increment, 0.0)
-            return replace(cloud, weights=normalised, ess=ess), increment
-        cloud.weights.index_copy_(1, rows, normalised)
-        return (
-            replace(cloud, ess=cloud.ess.index_copy(1, rows, ess)),
-            torch.zeros(C, B, dtype=torch.float64, device=ess.device).index_copy_(1, rows, increment),
+        uniforms = uniforms.flatten(0, 1)[rows % B if self.common else rows]
+        weights = cloud.weights.values.view(C * B, N).index_select(0, rows)
+        ancestors = Ancestors(rows, scheme(weights, uniforms))
+        resampled = replace(
+            cloud,
+            state=map_state(ancestors.inherit, cloud.state),
+            weights=cloud.weights.evened(rows),
+            families=cloud.families.after(ancestors, cloud.weights),
+            resampled=needed,
         )
+        return resampled, ancestors
 
-    def log_density(self, cloud: Cloud, seen: Observed, rows: Tensor | None) -> Tensor | None:
+    def propose(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor | None]:
+        """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
+        state, log_ratio = self.proposal.transition(cloud.state, cloud.shape, observed)
+        return replace(cloud, state=self._broadcast(state, cloud.shape)), log_ratio
+
+    def reweight(self, cloud: Cloud, observed: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
+        """Multiply weights by the density of what was observed. Returns the evidence increment `[C, B]`."""
+        rows = observed.rows if log_ratio is None else None  # a ratio counts where nothing was observed, too
+        log_density = self.log_density(cloud, observed, rows)
+        if log_density is None:
+            return cloud, torch.zeros_like(cloud.weights.ess, dtype=torch.float64)
+        factors = [log_density] if log_ratio is None else [log_density, log_ratio]
+        weights, increment = cloud.weights.times(*factors, episodes=rows)
+        if rows is None and observed.alive is not None:  # a guide's draws have weights even after the end
+            increment = torch.where(observed.alive, increment, 0.0)
+        return replace(cloud, weights=weights), increment
+
+    def log_density(self, cloud: Cloud, observed: Observed, rows: Tensor | None) -> Tensor | None:
         """`log p(o | s, a, c)` in some of the episodes (None: all), `[C, B', N]`; None if those are none."""
         # Drawn in any case: what one episode saw must not change the random numbers of another.
         seed = int(torch.randint(2**31, ())) if self.signature.dependencies.parents else 0
-        S, state = cloud.weights.shape, cloud.state
+        state, shape = cloud.state, cloud.shape
         if rows is not None:
             if len(rows) == 0:
                 return None
-            some = seen.select(rows)
+            some = observed.select(rows)
             if not hidden_parents(self.signature, some):  # which might be drawn, for all episodes alike
-                seen, state = some, map_state(lambda leaf: leaf.index_select(1, rows), state)
+                observed, state = some, map_state(lambda leaf: leaf.index_select(1, rows), state)
                 rows = None
 
         def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
             site = list(self.signature.observations).index(name)
             with RandomStream(seed_for(seed, site)):
-                return self.hidden(name, fn, torch.Size((*S, *[1] * self.plate_axes)))
+                return self.hidden(name, fn, torch.Size((*shape, *[1] * self.plate_axes)))
 
         density = log_density_of_seen(
-            self.model, self.signature, state, self.context, seen, draw=draw_hidden, most=SUMMED
+            self.model, self.signature, state, self.context, observed, draw=draw_hidden, most=SUMMED
         )
-        return density if rows is None else density.expand(S).index_select(1, rows)
+        return density if rows is None else density.expand(shape).index_select(1, rows)
 
     def hidden(self, name: str, fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Draw a site that was not seen, for every particle; that, and `log p / q` of the draws."""
+        """Draw a site that was not observed, for every particle; that, and `log p / q` of the draws."""
         return draw(fn, shape, self.common), torch.zeros((), device=self.context.device)
+
+    def move(self, cloud: Cloud, action: Tensor) -> Cloud:
+        """Move the particles by the model's `transition`, without an observation."""
+        return replace(cloud, state=self.move_states(cloud.state, action))
+
+    def move_states(self, states: State, action: Tensor) -> State:
+        """Draw where actions `[B]` lead from states, leaves `[C, B, N, …]`."""
+        shape = next(leaf for _, leaf in leaves(states)).shape[:3]
+        moved, _ = self.program.transition(states, shape, Observed(0, action, {}, {}))
+        return self.signature.broadcast(moved, shape)
+
+    def of_states(self, states: State) -> Cloud:
+        """States, leaves `[C, B, N, …]`, as particles of the same weight, each the founder of a family."""
+        shape = next(leaf for _, leaf in leaves(states)).shape[:3]
+        settings = shape, self.dtype, self.context.device
+        nowhere = torch.zeros(shape[:2], dtype=torch.bool, device=self.context.device)
+        return Cloud(states, Weights.even(*settings), Families.new(*settings), nowhere)
+
+    def with_episodes(self, cloud: Cloud, episodes: Tensor, states: State) -> Cloud:
+        """The same, but particles of equal weight, leaves `[C, R, N, …]`, in some of the episodes, `[R]`."""
+        return map_belief(
+            lambda mine, theirs: mine.index_copy(1, episodes, theirs), cloud, self.of_states(states)
+        )
+
+    def _broadcast(self, state: Any, shape: torch.Size) -> State:
+        """A state that a program returned, for every particle."""
+        whole: State = map_state(Tensor.contiguous, self.signature.broadcast(state, shape))
+        return whole
 
     def ess(self, cloud: Cloud) -> Tensor:
         """Of the weights."""
-        return cloud.ess
+        return cloud.weights.ess
 
-    def resampled(self, cloud: Cloud, seen: Observed) -> Tensor:
+    def resampled(self, cloud: Cloud, observed: Observed) -> Tensor:
         """Which rows were, in this step."""
-        return cloud.resampled if seen.alive is None else cloud.resampled & seen.alive
+        return cloud.resampled if observed.alive is None else cloud.resampled & observed.alive
+
+    def standard_error(self, cloud: Cloud) -> Tensor:
+        """Estimated standard error of the log-likelihood, `[C, B]`, from families of particles."""
+        return cloud.families.standard_error(cloud.weights)
 
     def expected_reward(self, cloud: Cloud, action: Tensor) -> Tensor:
         """The particles' weighted mean reward."""
-        C, B, N = cloud.weights.shape
-        return weighted_sum(cloud.weights, self.reward(cloud.state, action, (C, B, N)))
+        return cloud.weights.mean(self.reward(cloud.state, action, cloud.shape))
 
     def moments(self, cloud: Cloud) -> tuple[Any, Any]:
         """Weighted means and variances of the particles; of booleans, as of 0 and 1."""
-
-        def mean(leaf: Tensor) -> Tensor:
-            return weighted_sum(cloud.weights, leaf)
-
-        def variance(leaf: Tensor, m: Tensor) -> Tensor:
-            return weighted_sum(cloud.weights, (as_real(leaf) - m.unsqueeze(2)) ** 2)
-
-        means = map_state(mean, cloud.state)
-        return means, map_state(variance, cloud.state, means)
+        return cloud.moments()
 
     def draw(self, cloud: Cloud, num_draws: int) -> State:
         """Particles by their weights."""
-        drawn: State = pick(cloud.state, choose(cloud.weights, num_draws))
-        return drawn
+        return cloud.draw(num_draws)
 
     def smooth(self, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
         """Draw whole trajectories, backwards through the particles, and take their moments.
@@ -360,34 +276,3 @@ class SMC(Recursion):
         distinct ancestors far back. `Smoothing.method` says which.
         """
         return smooth(self, episodes, num_trajectories, offset)
-
-    def standard_error(self, cloud: Cloud) -> Tensor:
-        """Estimated standard error of the log-likelihood, `[C, B]`; see `Filtering.standard_error`.
-
-        Families of particles that descend from the same founder are what is independent in a particle filter
-        (Chan and Lai, 2013). This is the jackknife over them: how much the log-likelihood changes if one
-        family, with its share S of the weights, is left out, which is `log(1 - S)` but for a constant. To
-        take S itself, as is usual, falls short where few families hold most of the weight; the jackknife's
-        variance is on average too large rather than too small (Efron and Stein, 1981).
-
-        Resampling makes shares more unequal even where all particles weigh the same and the likelihood stays
-        as it is. What it added to the squares is taken off, which for the multinomial scheme is to first
-        order the correction of Lee and Whiteley (2018). As a sum of N squares it is known to a relative error
-        of √(2/N), and below that error nothing is known of the variance either.
-        """
-        N = self.N
-        weights, noise = cloud.weights.double(), cloud.resampling_noise
-        shares = torch.zeros_like(weights).scatter_add_(2, cloud.founders.long(), weights)  # [C, B, N]
-        left_out = (-shares / shares.sum(-1, keepdim=True)).log1p_()
-        variance = left_out.var(-1, unbiased=False) * (N - 1)  # NaN if a single family has all the weight
-        error = torch.maximum(variance - noise, (2 / N) ** 0.5 * noise).sqrt()
-        return torch.where(error.isnan(), torch.inf, error).to(cloud.weights.dtype)
-
-
-def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """`Σ_i W_i v_i` over the particle axis: weights `[C, B, N]`, values `[C, B, N, …]`."""
-    values = values.to(weights.dtype)
-    if values.dim() == 3:
-        total: Tensor = torch.linalg.vecdot(weights, values)
-        return total
-    return torch.einsum("cbn,cbn...->cb...", weights, values)

@@ -9,8 +9,9 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.handlers import Recorded
-from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.cloud import as_real, pick
 from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.resampling import choose
@@ -21,10 +22,11 @@ from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.particle_filter import SMC, Cloud
+    from cpomdp_ppl.inference.cloud import Cloud
+    from cpomdp_ppl.inference.particle_filter import SMC
 
 
-CELLS = 2**22
+PAIRS_AT_ONCE = 2**22
 """Pairs of trajectory and particle handled together."""
 
 
@@ -51,9 +53,9 @@ class Genealogy:
 
     def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
         """As the filter."""
-        cloud, offspring = self.smc.resample(map_belief(torch.clone, cloud), observed.alive)
-        self.parents.append(None if offspring is None else offspring.everywhere(cloud.weights.shape))
-        cloud, log_ratio = self.smc.move(cloud, observed)
+        cloud, ancestors = self.smc.resample(cloud, observed.alive)
+        self.parents.append(None if ancestors is None else ancestors.everywhere(cloud.shape))
+        cloud, log_ratio = self.smc.propose(cloud, observed)
         return self.smc.reweight(cloud, observed, log_ratio)
 
 
@@ -65,15 +67,14 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
     # Clouds at time t, with what was done and seen at t + 1.
     steps = [(cloud, seen) for (cloud, _), (_, seen) in pairwise(passed)]
     method = "backward sampling" if states_are_sites(smc, *steps[0]) else "genealogy"
-    index = choose(last.weights, num_trajectories)  # [C, B, M]
+    index = choose(last.weights.values, num_trajectories)  # [C, B, M]
     chosen = [pick(last.state, index)]
     for (cloud, seen), parent in zip(reversed(steps), reversed(genealogy.parents), strict=True):
         if method == "genealogy":
             index = index if parent is None else parent.gather(2, index)
         else:
-            pieces = torch.arange(num_trajectories).split(max(1, CELLS // cloud.weights.numel()))
-            parts = [_backward(smc, cloud, _some(chosen[-1], piece), seen) for piece in pieces]
-            earlier = torch.cat(parts, 2)
+            parts = pieces(num_trajectories, how_many_fit(PAIRS_AT_ONCE, cloud.shape.numel()))
+            earlier = torch.cat([_backward(smc, cloud, _some(chosen[-1], part), seen) for part in parts], 2)
             # An episode that was over stood still.
             index = earlier if seen.alive is None else torch.where(seen.alive[None, :, None], earlier, index)
         chosen.append(pick(cloud.state, index))
@@ -86,11 +87,6 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
     )
 
 
-def as_real(values: Tensor) -> Tensor:
-    """Numbers that have a mean; those that are real already keep their precision."""
-    return values if values.is_floating_point() else values.to(torch.get_default_dtype())
-
-
 def states_are_sites(smc: SMC, cloud: Cloud, seen: Observed) -> bool:
     """Whether every part of the next state is a sample site of `transition`, and every site is one.
 
@@ -98,7 +94,7 @@ def states_are_sites(smc: SMC, cloud: Cloud, seen: Observed) -> bool:
     density the program does not tell.
     """
     assert seen.action is not None
-    C, B, N = cloud.weights.shape
+    C, B, N = cloud.shape
     with Drawn((C, B, N), smc.common, smc.plate_axes), Recorded() as program:
         state = smc.model.transition(cloud.state, axes(seen.action, smc.plate_axes), smc.context)
     values = [site["value"] for site in program.sites.values()]
@@ -109,7 +105,7 @@ def states_are_sites(smc: SMC, cloud: Cloud, seen: Observed) -> bool:
 def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Observed) -> Tensor:
     """Draw particles at time t for trajectories that are at `later` (leaves `[C, B, M, …]`) at t + 1."""
     assert seen.action is not None
-    C, B, N = cloud.weights.shape
+    C, B, N = cloud.shape
     M = next(leaf for _, leaf in leaves(later)).shape[2]
     # Every pair of trajectory and particle, on the particle axis.
     state = map_state(
@@ -126,24 +122,14 @@ def _backward(smc: SMC, cloud: Cloud, later: Any, seen: Observed) -> Tensor:
     }
     with poutine.condition(data=values), Recorded() as program:
         smc.model.transition(state, axes(seen.action, smc.plate_axes), smc.context)
-    density = torch.zeros((), device=cloud.weights.device)
+    density = torch.zeros((), device=smc.context.device)
     for name, site in program.sites.items():
         log_prob = log_density(unmasked(site["fn"]), values[name])
         density = density + (log_prob.flatten(3).sum(-1) if log_prob.dim() > 3 else log_prob)
-    log_weights = cloud.weights.log()[:, :, None] + density.expand(C, B, M * N).reshape(C, B, M, N)
+    log_weights = cloud.weights.values.log()[:, :, None] + density.expand(C, B, M * N).reshape(C, B, M, N)
     return choose(log_weights.softmax(-1), 1).squeeze(-1)
 
 
-def _some(state: Any, trajectories: Tensor) -> Any:
+def _some(state: Any, trajectories: slice) -> Any:
     """Some of the trajectories, leaves `[C, B, M, …]`."""
     return map_state(lambda leaf: leaf[:, :, trajectories], state)
-
-
-def pick(state: Any, index: Tensor) -> Any:
-    """The particles with these indices: leaves `[C, B, N, …]`, indices `[C, B, M]`."""
-
-    def at_index(leaf: Tensor) -> Tensor:
-        where = index.reshape(*index.shape, *[1] * (leaf.dim() - 3))
-        return leaf.gather(2, where.expand(*index.shape, *leaf.shape[3:]))
-
-    return map_state(at_index, state)

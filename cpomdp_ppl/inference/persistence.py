@@ -181,7 +181,7 @@ class Persistent:
         states, total = persistently(
             self._larger, lambda each: _replayed(each.recursion(self.model), part, prior, N)
         )
-        return self.recursion.with_rows(belief, rows, states), total
+        return self.recursion.with_episodes(belief, rows, states), total
 
 
 def _replayed(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import invalid, require
+from cpomdp_ppl.rng import first_above
 
 
 class Resampling(Protocol):
@@ -62,7 +63,7 @@ class Stratified:
         """Look the points up in the distribution function."""
         N = weights.shape[1]
         points = (torch.arange(N, device=weights.device) + uniforms.double()) / N
-        return torch.searchsorted(distribution_function(weights), points, right=True).clamp(max=N - 1)
+        return first_above(distribution_function(weights), points)
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ class Multinomial:
 
     def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Look the points up in the distribution function, sorted, so that neighbours are near in memory."""
-        N = weights.shape[1]
         points = uniforms.double().sort(-1).values
-        return torch.searchsorted(distribution_function(weights), points, right=True).clamp(max=N - 1)
+        return first_above(distribution_function(weights), points)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,9 @@ class Residual:
         total = remainders.sum(-1, keepdim=True)
         # Nothing is left over exactly when all weights are multiples of 1/N; any distribution will do.
         remainders = torch.where(total > 0, remainders / total.clamp(min=1e-300), 1.0 / N)
-        drawn = torch.searchsorted(
-            distribution_function(remainders), uniforms.double().contiguous(), right=True
-        )
+        drawn = first_above(distribution_function(remainders), uniforms.double().contiguous())
         kept = (torch.arange(N, device=weights.device) < left).double()  # [R, N]
-        counts = certain.scatter_add(-1, drawn.clamp(max=N - 1), kept)
+        counts = certain.scatter_add(-1, drawn, kept)
         return ancestors(counts.cumsum(-1))
 
 
@@ -153,8 +151,7 @@ def choose(weights: Tensor, number: int) -> Tensor:
     """
     cumulative = distribution_function(weights)
     u = torch.rand(*weights.shape[:-1], number, dtype=torch.float64, device=weights.device)
-    index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
-    return index.clamp_(max=weights.shape[-1] - 1)
+    return first_above(cumulative, u * cumulative[..., -1:])
 
 
 def distribution_function(weights: Tensor) -> Tensor:

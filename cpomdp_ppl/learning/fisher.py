@@ -22,14 +22,16 @@ from torch.distributions import constraints
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, invalid
 from cpomdp_ppl.handlers import base_of, is_deterministic
+from cpomdp_ppl.inference.cloud import Cloud
 from cpomdp_ppl.inference.density import log_density
 from cpomdp_ppl.inference.observed import Observed, axes
-from cpomdp_ppl.inference.particle_filter import SMC, Cloud, Offspring
+from cpomdp_ppl.inference.particle_filter import SMC
 from cpomdp_ppl.inference.proposals import Bootstrap
 from cpomdp_ppl.inference.sampling import Drawn, draw
-from cpomdp_ppl.state import map_state
+from cpomdp_ppl.inference.weights import Weights
 
 if TYPE_CHECKING:
+    from cpomdp_ppl.inference.genealogy import Ancestors
     from cpomdp_ppl.inference.particle_filter import ParticleFilter
     from cpomdp_ppl.model import CPOMDP
 
@@ -73,21 +75,21 @@ class ScoreFilter(SMC):
         """As `SMC.start`, with scores."""
         shape = torch.Size((self.model.num_contexts, num_episodes, self.N))
         state, score = self.held.initial(shape)
-        return ScoredCloud(**vars(self.cloud(state, shape)), score=score)
+        return ScoredCloud(**vars(self.of_states(self._broadcast(state, shape))), score=score)
 
-    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Offspring | None]:
-        """As `SMC.resample`, on copies, since graphs need what was there."""
+    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
+        """As `SMC.resample`; scores are inherited, too."""
         assert isinstance(cloud, ScoredCloud)
-        copy = replace(cloud, state=map_state(torch.clone, cloud.state), score=cloud.score.clone())
-        cloud, offspring = super().resample(copy, alive)
-        if offspring is not None:
-            offspring.inherit_(copy.score)
-        return cloud, offspring
+        resampled, ancestors = super().resample(cloud, alive)
+        assert isinstance(resampled, ScoredCloud)
+        if ancestors is not None:
+            resampled = replace(resampled, score=ancestors.inherit(cloud.score))
+        return resampled, ancestors
 
     def reweight(self, cloud: Cloud, seen: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
         """As `SMC.reweight`, with scores."""
         assert isinstance(cloud, ScoredCloud)
-        log_weights = cloud.weights.log() + cloud.score  # [C, B, N]
+        log_weights = cloud.weights.values.log() + cloud.score  # [C, B, N]
         if log_ratio is not None:
             log_weights = log_weights + log_ratio
         density = self.log_density(cloud, seen, seen.rows)
@@ -97,7 +99,7 @@ class ScoreFilter(SMC):
         if density is not None:
             log_weights = log_weights + density
         impossible = (log_weights == -torch.inf).all(-1, keepdim=True)  # such a context keeps what it had
-        log_weights = torch.where(impossible, cloud.weights.log(), log_weights)
+        log_weights = torch.where(impossible, cloud.weights.values.log(), log_weights)
         total = log_weights.logsumexp(-1, keepdim=True)
         log_weights = log_weights - total
         weights = log_weights.detach().exp()
@@ -106,7 +108,7 @@ class ScoreFilter(SMC):
         if seen.alive is not None:
             increment = torch.where(seen.alive, increment, 0.0)
         ess = 1.0 / weights.square().sum(-1)
-        return replace(cloud, weights=weights, ess=ess, score=score - score.detach()), increment
+        return replace(cloud, weights=Weights(weights, ess), score=score - score.detach()), increment
 
     def log_density(self, cloud: Cloud, seen: Observed, rows: Tensor | None) -> Tensor | None:
         """As `SMC.log_density`, of sites whose gradient is right."""

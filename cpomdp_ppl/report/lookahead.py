@@ -10,6 +10,7 @@ from torch import Tensor
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.observed import Observed
+from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -34,16 +35,14 @@ def expected_information(
         log_posterior: Over contexts, `[B, C]`.
         num_outcomes: How many outcomes K to draw for each action.
     """
-    model, (B, C), K = recursion.model, log_posterior.shape, num_outcomes
+    model, B, K = recursion.model, len(log_posterior), num_outcomes
     A, device = model.num_actions, log_posterior.device
     programs = Generative(model)
 
     # Contexts in proportion to the posterior, spread evenly over the K outcomes of each action.
     offset = torch.rand(B, A, 1, dtype=torch.float64, device=device)
     levels = (torch.arange(K, device=device) + offset) / K  # [B, A, K]
-    total = log_posterior.exp().cumsum(-1)
-    context = torch.searchsorted(total / total[:, -1:], levels.reshape(B, -1), right=True)
-    context = context.clamp(max=C - 1).flatten()  # [B·A·K]
+    context = inverse_cdf(log_posterior.exp(), levels.reshape(B, -1)).flatten()  # [B·A·K]
     episode = torch.arange(B, device=device).repeat_interleave(A * K)
     action = torch.arange(A, device=device).repeat_interleave(K).repeat(B)
 

@@ -8,12 +8,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from baselines.belief import inverted, thinned
-from baselines.commitments import moved, plans, play, returns_after, returns_of
+from baselines.commitments import plans, play, returns_after, returns_of
 from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.particle_filter import Cloud
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from tests.conftest import assert_mean
 from tests.solvers import truth
@@ -115,41 +113,6 @@ def test_play_asks_for_actions_until_the_last_step_is_over():
         total = play(programs, torch.full((2, 2, 1), 2), torch.tensor([2, 4]), left)
     assert asked == [[2, 4], [3, 5], [4, 5], [5, 5]]
     assert total.tolist() == [[20.0, 0.0], [-40.0, 0.0]]  # there in time, and too late
-
-
-def test_moves_are_the_models_own():
-    model = LineGrid()
-    with inference_scope(model, 0):
-        programs = ParticleFilter(1).recursion(model)
-        states = torch.full((2, 3, 4), 3)
-        after = moved(programs, states, torch.tensor([LEFT, RIGHT, STAY]), states.shape)
-    assert torch.equal(after, torch.tensor([2, 4, 3])[:, None].expand(2, 3, 4))
-
-
-def test_points_fall_where_the_distribution_function_says():
-    torch.manual_seed(0)
-    weights, points = torch.rand(5, 7).double(), torch.rand(5, 20).double()
-    found = inverted(weights, points)
-    for w, u, k in zip(weights.numpy(), points.numpy(), found.numpy(), strict=True):
-        below = np.array([[w[:j].sum() / w.sum() <= x for j in range(7)] for x in u])
-        np.testing.assert_array_equal(k, below.sum(1) - 1)
-    assert inverted(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.999999])).tolist() == [1, 1]
-
-
-def test_thinning_keeps_weights_to_within_one_state():
-    """Systematic: of M states, each particle gives `⌊M w⌋` or one more, and M w on average."""
-    torch.manual_seed(0)
-    N, M, B = 6, 10, 3000
-    weights = torch.rand(2, 1, N).softmax(-1)
-    state = {"number": torch.arange(N).expand(2, B, N), "twice": 2 * torch.arange(N).expand(2, B, N)}
-    row = torch.zeros(2, B)
-    states = thinned(Cloud(state, weights.expand(2, B, N), torch.zeros(2, B, N), row, row.bool(), row), M)
-    assert torch.equal(states["twice"], 2 * states["number"])
-    counts = torch.nn.functional.one_hot(states["number"], N).sum(2)  # [2, B, N]
-    assert bool(((counts - M * weights).abs() < 1).all())
-    for c in range(2):
-        for n in range(N):
-            assert_mean(counts[c, :, n].double(), float(M * weights[c, 0, n]), "count")
 
 
 def test_what_is_over_stays_as_it_was_however_the_rest_goes_on():

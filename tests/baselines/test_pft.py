@@ -13,6 +13,7 @@ from baselines.commitments import plans
 from baselines.pft import PFT
 from cpomdp_ppl import CPOMDP, simulate
 from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.models import Beacons, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from tests.baselines.test_commitments import return_by_tables
@@ -342,7 +343,7 @@ def test_chunks_are_searched_like_batches():
     alone = [
         policy.search(
             type(memory)(
-                type(memory.belief)(**{k: v[:, i : i + 4] for k, v in vars(memory.belief).items()}),
+                map_belief(lambda leaf, i=i: leaf[:, i : i + 4], memory.belief),
                 memory.prior[i : i + 4],
                 memory.log_likelihood[i : i + 4],
             ),

@@ -93,7 +93,8 @@ def test_an_online_filter_goes_back(episodes):
     assert online.belief.weights.shape == (2, 40, 4)
     assert bool(online.posterior.isfinite().all())
     likely = online.posterior.argmax(1), torch.arange(40)
-    seen, weights = (3.0 * online.belief.state[likely]).round(), online.belief.weights[likely]  # [B, N]
+    seen = (3.0 * online.belief.state[likely]).round()  # [B, N]
+    weights = online.belief.weights.values[likely]
     assert bool(((seen == episodes.observations["z"][:, 1:]) | (weights == 0)).all())
 
 

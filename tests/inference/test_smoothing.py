@@ -228,7 +228,7 @@ def test_chunks_and_pieces_agree(model, name, monkeypatch):
     whole = backend.smooth(model, episodes, 200, seed=0)
     monkeypatch.setattr("cpomdp_ppl.inference.discrete.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
-    monkeypatch.setattr("cpomdp_ppl.inference.particle_filter.CELLS_AT_ONCE", 1)
+    monkeypatch.setattr("cpomdp_ppl.inference.particle_filter.PARTICLES_AT_ONCE", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.discrete_smoother.CELLS", 30_000)
     parts = backend.smooth(model, episodes, 200, seed=1)
     assert parts.trajectories.shape == whole.trajectories.shape
