@@ -27,7 +27,7 @@ class TensorBoard:
     """Write every measurement to TensorBoard; needs the extra `tensorboard`.
 
     Args:
-        directory: Where event files go.
+        directory: Directory of the event files.
 
     Example:
         >>> from cpomdp_ppl.models import LineGrid

@@ -121,7 +121,7 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class Reinforce:
-    """Algorithm 2 as printed (but downhill): the whole payoff of an episode times its whole score.
+    """Algorithm 2 as printed (but downhill): the payoff of an episode times the score of all its actions.
 
     Args:
         baseline: Whether to subtract the batch's mean payoff, which leaves the gradient's mean as it is, up
@@ -176,9 +176,9 @@ class ActorCritic:
             for it; chance keeps it familiar with situations that it would not get into by itself.
         exploration: What a nat of entropy of the actions is worth, in units of the advantages' size: a
             number or a schedule.
-        value_weight: Of the critic's squared error, in units of the values' spread.
-        context_weight: Of the critic's cross-entropy on contexts.
-        state_weight: Of the critic's squared error on states, in units of their spread.
+        value_weight: Weight of the critic's squared error, in units of the values' spread.
+        context_weight: Weight of the critic's cross-entropy on contexts.
+        state_weight: Weight of the critic's squared error on states, in units of their spread.
         warm_up: For how much of the fit, from 0 to 1, the critic learns alone. A policy that is good already
             is spoiled by what a critic says that knows nothing yet.
         max_gradient_norm: Longer gradients are shortened to this; None leaves them.

@@ -56,7 +56,7 @@ class Information:
         return batch.rewards(self.belief_rewards) + temperature * self.information(batch)
 
     def information(self, batch: Batch) -> Tensor:
-        """What each step told about the true context, in nats, `[B, T]`."""
+        """Information of each step about the true context, in nats, `[B, T]`."""
         return batch.log_true(self.mixed).diff(dim=1)
 
 

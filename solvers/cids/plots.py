@@ -21,8 +21,8 @@ def plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Tens
     Args:
         model: The CPOMDP.
         history: What a fit measured, by iteration.
-        episodes: Played by its policy, with states and contexts known.
-        posterior: Over contexts along them, `[B, T + 1, C]`.
+        episodes: Episodes of its policy, with known states and contexts.
+        posterior: Posterior over contexts along them, `[B, T + 1, C]`.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

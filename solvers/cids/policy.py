@@ -1,4 +1,4 @@
-"""Recurrent policies: a network that reads the history as it comes, or whole episodes at once."""
+"""Recurrent policies: networks that read the history step by step, or complete episodes at once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class SequencePolicy(Policy, Protocol):
-    """A policy that can also read whole episodes at once, which is much faster than step by step."""
+    """A policy that can also read complete episodes at once, which is much faster than step by step."""
 
     def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
         """What it would decide along episodes.
 
         Args:
             episodes: What was done and seen.
-            prior: What it believed beforehand, `[B, C]`.
+            prior: The prior of each episode, `[B, C]`.
 
         Returns:
             Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
@@ -51,18 +51,18 @@ def as_learnable(policy: Any) -> Any:
 
 
 LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Hidden state `[B, H]`, cell `[B, H]`, and what the network gets to know of the prior."""
+"""Hidden state `[B, H]`, cell `[B, H]`, and what the network reads of the prior."""
 
 
 class LSTMPolicy(nn.Module):
     """An LSTM over what the agent has done and seen, with a linear layer for the actions' logits.
 
     Args:
-        model: Whose actions and observations.
-        hidden: How many hidden units H.
-        amortised: Whether it also reads the prior, so that one policy serves many; otherwise it acts alike
-            under all.
-        seed: Of the first weights.
+        model: The CPOMDP that it acts in.
+        hidden: Number of hidden units H.
+        amortised: Whether it also reads the prior, so that one policy serves many priors; otherwise it acts
+            alike under all of them.
+        seed: Seed of the initial weights.
 
     Example:
         >>> from cpomdp_ppl import simulate
@@ -107,7 +107,7 @@ class LSTMPolicy(nn.Module):
         return self.logits(hidden), hidden
 
     def _believed(self, prior: Tensor) -> Tensor:
-        """What the network gets to know of the prior, `[B, C]`, or `[B, 0]` for nothing."""
+        """What the network reads of the prior, `[B, C]`, or `[B, 0]` for nothing."""
         weight = self.logits.weight
         return (
             log_odds(prior.to(weight.device), weight.dtype)
@@ -122,11 +122,11 @@ class LSTMPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class Mixed:
-    """A policy that does something random now and then, whatever it knows.
+    """A policy with a share of random actions.
 
     Args:
-        policy: Who decides otherwise; its decisions must be distributions.
-        chance: How often it is chance that decides, with all actions equally likely.
+        policy: The policy that decides otherwise; its decisions must be distributions.
+        chance: Probability of a random action, with all actions equally likely.
     """
 
     policy: Policy
@@ -162,7 +162,7 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
     Args:
         policy: Any policy whose decisions are distributions.
         episodes: What was done and seen.
-        prior: What it believed beforehand, `[B, C]`.
+        prior: The prior of each episode, `[B, C]`.
 
     Returns:
         Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
@@ -200,7 +200,7 @@ def evaluate_actions(
     Args:
         policy: Any policy whose decisions are distributions.
         episodes: What was done and seen.
-        prior: What the policy believed beforehand, `[B, C]`.
+        prior: The prior of each episode, `[B, C]`.
 
     Returns:
         `log π(a_t | h_t)` `[B, T]`, the entropy of `π(· | h_t)` `[B, T]`, and features `[B, T, H]` for a

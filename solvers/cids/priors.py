@@ -15,7 +15,8 @@ from cpomdp_ppl.prior import as_prior, one_prior
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
 
-EXCLUDED = 1e-3  # a context of such a prior is not worth a thought
+EXCLUDED = 1e-3
+"""A context with a smaller prior may as well be impossible."""
 
 PriorSampler: TypeAlias = Callable[[int], Tensor]
 """From a number of episodes B to a prior for each, `[B, C]`."""
@@ -29,7 +30,7 @@ class OnePrior:
     """The same prior for every episode.
 
     Args:
-        prior: Over contexts, C numbers.
+        prior: Probabilities of the C contexts.
     """
 
     prior: tuple[float, ...]
@@ -43,13 +44,13 @@ class OnePrior:
 class DirichletPriors:
     """Priors from all over the simplex, and often the one to begin with.
 
-    With a concentration below 1 most of them are close to a corner, as posteriors are after an episode that
-    told much.
+    With a concentration below 1 most of them are close to a corner, as posteriors are after an informative
+    episode.
 
     Args:
-        own: The prior to begin with, C numbers; those that it excludes are excluded from all.
-        concentration: Of the Dirichlet distribution.
-        share: How many of the priors are the one to begin with.
+        own: The prior to begin with, C numbers; contexts that it excludes are excluded from all.
+        concentration: Concentration of the Dirichlet distribution.
+        share: Which share of the priors are the one to begin with.
 
     Example:
         >>> DirichletPriors((0.5, 0.5))(4).shape
@@ -93,7 +94,7 @@ def as_sampler(model: CPOMDP, prior: PriorLike) -> PriorSampler:
 def log_odds(prior: Tensor, dtype: torch.dtype) -> Tensor:
     """A prior as a network gets it, `[B, C]`: logarithms less their mean, 0 if it is uniform.
 
-    What is as unlikely as `EXCLUDED` may as well be impossible.
+    Probabilities below `EXCLUDED` count as that.
     """
     least = min(EXCLUDED, 0.1 / prior.shape[-1])
     log_prior = prior.to(dtype).clamp(min=least).log()

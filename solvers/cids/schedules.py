@@ -28,9 +28,9 @@ class Linear:
     """From `start` to `end` along a line, and `end` from there on.
 
     Args:
-        start: At progress 0.
-        end: At progress `until` and later.
-        until: Where it arrives.
+        start: Value at progress 0.
+        end: Value at progress `until` and later.
+        until: Progress at which `end` is reached.
 
     Example:
         >>> Linear(1.0, 0.0, until=0.5)(0.25)
@@ -54,9 +54,9 @@ class Geometric:
     """From `start` to `end` by equal factors in equal times, and `end` from there on.
 
     Args:
-        start: At progress 0; positive.
-        end: At progress `until` and later; positive.
-        until: Where it arrives.
+        start: Value at progress 0; positive.
+        end: Value at progress `until` and later; positive.
+        until: Progress at which `end` is reached.
 
     Example:
         >>> Geometric(4.0, 1.0)(0.5)
@@ -81,7 +81,7 @@ def as_schedule(argument: str, value: float | Schedule, *, positive: bool = Fals
     """Return a schedule as it is, and a number as a constant one.
 
     Args:
-        argument: Its name, for messages.
+        argument: Name of the argument, for messages.
         value: A number, or a function of the progress.
         positive: Whether zero is too little.
     """

@@ -206,8 +206,8 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     Files hold weights and numbers, never code: the model, and a policy of your own, are yours to give.
 
     Args:
-        directory: Where it was saved, or the `checkpoint` of a fit that was stopped, however; or the run
-            folder of a `cpomdp fit`, which has one of them.
+        directory: Directory of a saved solution, or the `checkpoint` of a fit that was stopped, however; or
+            the run folder of a `cpomdp fit`, which has one of them.
         model: The CPOMDP it was learned for; one with other constants is refused.
         policy: A module like the one that was learned, whose weights are overwritten; left out, an
             `LSTMPolicy`.

@@ -127,7 +127,7 @@ def fit(
         progress: Whether to show a progress bar, with the time that is left; or a function that gets
             a line about it now and then.
         checkpoint: A directory. What has been learned is written there as it goes, and a fit that finds its
-            own checkpoint goes on from there, to exactly where it would have got without a break.
+            own checkpoint goes on from there, to exactly the result it would have had without a break.
         checkpoint_every: How many iterations lie between two checkpoints.
         callbacks: Called after every iteration with `(iteration, measured, policy)`.
 
@@ -176,24 +176,22 @@ def fit(
         number = of_first if seed is None else number
         net = _policy(policy, settings, number)
         learner = settings.learner(net, number, group)
-        fitting = Fitting(learner, settings.describe(net, number), settings.prior)
+        fitting = Fitting(learner, settings.describe(net, number), settings.prior, directory)
         _require_same_fit(group, fitting, checkpoint is not None)
-        if directory is not None and saved is not None:
-            fitting.restore(directory / CHECKPOINT, saved)
+        if saved is not None:
+            fitting.restore(saved)
         fitting.share(group)  # the weights to begin with, or what was saved
 
         what = f"C-IDS, {batch_size} episodes an iteration, likelihoods by {settings.backend.name}"
         shown = bar(progress if first else False, learner.iterations, what, "iterations", learner.iteration)
         with nullcontext() if first else warnings.catch_warnings(action="ignore"):
-            _train(fitting, directory, checkpoint_every, callbacks if first else (), shown)
+            _train(fitting, checkpoint_every, callbacks if first else (), shown)
         fitting.share(group)
         return fitting.solution()
 
 
-def _train(
-    fitting: Fitting, directory: Path | None, every: int, callbacks: Sequence[Callback], shown: Bar
-) -> None:
-    """Iterate to the end, keeping what has been learned in a directory, if there is one."""
+def _train(fitting: Fitting, every: int, callbacks: Sequence[Callback], shown: Bar) -> None:
+    """Iterate to the end, and keep what has been learned every so many iterations."""
     learner = fitting.learner
     learner.policy.train()
     try:
@@ -202,12 +200,10 @@ def _train(
             for callback in callbacks:
                 callback(learner.iteration, measured, learner.policy)
             _show(shown, measured)
-            due = learner.iteration % every == 0 or learner.iteration == learner.iterations
-            if directory is not None and due:
-                fitting.save(directory)
+            if learner.iteration % every == 0 or learner.iteration == learner.iterations:
+                fitting.save()
     except KeyboardInterrupt:
-        if directory is not None:
-            fitting.save(directory)
+        fitting.save()
         raise Interrupted(fitting.solution()) from None
     finally:
         shown.close()
@@ -220,16 +216,25 @@ class Fitting:
         learner: The learner at its start.
         description: Everything that tells this fit from others.
         prior: The prior that the policy is learned for, `[C]`.
+        directory: Where checkpoints are written; None for nowhere.
     """
 
-    def __init__(self, learner: Learner, description: dict[str, Any], prior: Tensor) -> None:
+    def __init__(
+        self, learner: Learner, description: dict[str, Any], prior: Tensor, directory: Path | None
+    ) -> None:
         self.learner = learner
         self.description = description
         self.prior = prior
+        self.directory = directory
         self.measured: list[dict[str, float]] = []
         self.best = -math.inf
         self.best_weights: dict[str, Tensor] | None = None
-        self.complete = copy.deepcopy(learner.state_dict())
+        self.complete = self._snapshot()
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The learner's state between two iterations, to be written even if Ctrl-C comes in the next one."""
+        state = self.learner.state_dict()
+        return state if self.directory is None else copy.deepcopy(state)
 
     def iterate(self) -> dict[str, float]:
         """One iteration, and at the end of every window a look at whether the policy is the best so far."""
@@ -237,7 +242,7 @@ class Fitting:
         self.measured.append(measured)
         if len(self.measured) % WINDOW == 0 or self.learner.iteration == self.learner.iterations:
             self._compare()
-        self.complete = copy.deepcopy(self.learner.state_dict())  # Ctrl-C may come in the middle of the next
+        self.complete = self._snapshot()
         return measured
 
     def _compare(self) -> None:
@@ -291,20 +296,24 @@ class Fitting:
             for k in range(self.learner.iteration)
         ]
         self.best, self.best_weights = state["best"], state["best_weights"]
-        self.complete = copy.deepcopy(self.learner.state_dict())
+        self.complete = self._snapshot()
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint, with what `load` needs to make the policy again."""
+    def save(self) -> None:
+        """Write a checkpoint, if there is a place for it, with what `load` needs to make the policy again."""
+        if self.directory is None:
+            return
         identity = {"settings": self.description, "seed": self.learner.seed, "prior": self.prior.tolist()}
         content = {**self.state_dict(), **identity, **shape_of(self.learner.policy)}
-        save_tensors(directory / CHECKPOINT, content)
+        save_tensors(self.directory / CHECKPOINT, content)
 
-    def restore(self, path: Path, saved: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint.
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from the checkpoint in the directory.
 
         Raises:
             CheckpointError: If it is of another fit, or damaged.
         """
+        assert self.directory is not None
+        path = self.directory / CHECKPOINT
         require_same(path, saved["settings"], self.description)
         try:
             self.load_state_dict(saved)
