@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cpomdp_ppl.arrays import how_many_fit, pieces
 from solvers.exact.tables import Finite, Indices, Reals, row_keys
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ DECIMALS = 11
 MAX_BELIEFS = 200_000
 """How many beliefs there may be at any one time, unless asked otherwise."""
 
-AT_ONCE = 2**22
+NUMBERS_AT_ONCE = 2**22
 """Numbers that one array may hold while the successors of beliefs are computed."""
 
 
@@ -47,7 +48,7 @@ class Layer:
 
     def parts(self, tables: Finite) -> Iterator[Layer]:
         """Some beliefs at a time."""
-        for _, part in parts(tables, len(self)):
+        for part in parts(tables, len(self)):
             yield Layer(self.beliefs[part], None if self.possible is None else self.possible[part])
 
 
@@ -171,7 +172,6 @@ def _numbers(known: Keys, keys: Keys, met: NDArray[np.bool_]) -> Indices:
     return numbers
 
 
-def parts(tables: Finite, n: int) -> Iterator[tuple[int, slice]]:
-    """Slices of n rows, few enough for what follows on them to be computed at once, and where they begin."""
-    size = max(1, AT_ONCE // tables.outcomes.likelihood.size)
-    return ((i, slice(i, i + size)) for i in range(0, n, size))
+def parts(tables: Finite, n: int) -> Iterator[slice]:
+    """Slices of n rows, few enough for what follows on them to be computed at once."""
+    return pieces(n, how_many_fit(NUMBERS_AT_ONCE, tables.outcomes.likelihood.size))

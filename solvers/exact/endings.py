@@ -63,7 +63,7 @@ def last_step(tables: Finite, weights: Reals, beliefs: Reals, chances: Reals) ->
     """
     C, after = len(tables.prior), tables.outcomes.action
     posteriors, probabilities = [], []
-    for _, part in parts(tables, len(weights)):
+    for part in parts(tables, len(weights)):
         seen = chances[part][:, after, None] * last_contexts(tables, weights[part])  # [n, K, C]
         joint = last_contexts(tables, beliefs[part])
         evidence = joint.sum(-1, keepdims=True)

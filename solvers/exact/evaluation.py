@@ -84,15 +84,15 @@ class Histories:
         """The histories one step later, at most so many, if actions are taken by chance, `[B, A]`."""
         after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
         grown: list[tuple[Indices, Reals, Reals]] = []
-        for i, part in parts(tables, len(self)):
+        for part in parts(tables, len(self)):
             moved = tables.predict(self.weights[part])[:, after]
             weights = chances[part][:, after, None, None] * moved * likelihood
             b, k = np.nonzero(weights.any((-2, -1)))
             beliefs, _ = condition(tables.predict(self.beliefs[part])[:, after], likelihood)
-            grown.append((np.column_stack([self.numbers[i + b], k]), weights[b, k], beliefs[b, k]))
+            grown.append((np.column_stack([self.numbers[part][b], k]), weights[b, k], beliefs[b, k]))
             count = sum(len(rows) for rows, *_ in grown)
             if count > most:
-                least = "" if i + len(weights) == len(self) else "at least "
+                least = "" if part.stop == len(self) else "at least "
                 time = self.numbers.shape[1]
                 raise TooManyHistoriesError(
                     f"the policy meets {least}{count} histories at time {time}, and max_histories = {most}: "

@@ -222,7 +222,7 @@ def _arrive(tables: Finite, p: Reals, chosen: Indices, successors: Indices, numb
     arrived = torch.zeros(number, C * N, dtype=torch.float64)
     for a in range(len(starts) - 1):
         rows, ks = np.flatnonzero((chosen == a) & p.any((1, 2))), slice(starts[a], starts[a + 1])
-        for _, part in parts(tables, len(rows)):
+        for part in parts(tables, len(rows)):
             n = rows[part]
             moved = np.matmul(p[n].transpose(1, 0, 2), tables.transition[:, a]).transpose(1, 0, 2)
             seen = moved[:, None] * tables.outcomes.likelihood[ks]  # [n, K, C, N]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.arrays import are_probabilities, as_tensor
+from cpomdp_ppl.arrays import are_probabilities, as_tensor, how_many_fit
 from cpomdp_ppl.errors import invalid, require, require_count, require_model
 from cpomdp_ppl.evaluation import TimedPolicy
 from cpomdp_ppl.inference.choice import follow_by
@@ -135,7 +135,7 @@ def in_parts(
     priors: Tensor, num_episodes: int, batch_size: int, seed: int | None, progress: bool
 ) -> Iterator[tuple[Tensor, int]]:
     """Priors `[N, C]` in parts that can be played side by side, each with a seed of its own."""
-    size = max(1, require_count("batch_size", batch_size) // (num_episodes * priors.shape[1]))
+    size = how_many_fit(require_count("batch_size", batch_size), num_episodes * priors.shape[1])
     root = fresh_seed(seed)
     for k, some in enumerate(tqdm(priors.split(size), disable=not progress, desc="priors")):
         yield some, seed_for(root, k)

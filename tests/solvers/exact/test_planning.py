@@ -102,7 +102,7 @@ def test_it_makes_no_difference_how_many_beliefs_are_computed_at_once(
     whole, policy = plan(model, prior=prior, temperature=5.0), RandomPolicy(3)
     short = ContextualTiger(4)
     assessed = evaluate(short, policy, prior=prior)
-    monkeypatch.setattr(reachable, "AT_ONCE", 200)
+    monkeypatch.setattr(reachable, "NUMBERS_AT_ONCE", 200)
     parts = plan(model, prior=prior, temperature=5.0)
     assert parts.num_beliefs == whole.num_beliefs
     assert parts.value == pytest.approx(whole.value, abs=1e-12)
@@ -500,7 +500,7 @@ def test_too_many_beliefs_are_refused_with_their_number() -> None:
 
 
 def test_too_many_beliefs_are_noticed_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachable, "AT_ONCE", 2000)
+    monkeypatch.setattr(reachable, "NUMBERS_AT_ONCE", 2000)
     with pytest.raises(TooManyBeliefsError, match=r"at least \d+ beliefs .* time 8, and max_beliefs = 1400"):
         plan(ContextualTiger(), max_beliefs=1400)
 
