@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -43,35 +41,6 @@ def test_without_a_seed_episodes_differ(model):
     policy = RandomPolicy(model.num_actions)
     one, two = (simulate(model, policy, 50).actions for _ in range(2))
     assert not torch.equal(one, two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("validation", [True, False])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_the_caller_is_left_alone(seed, validation):
-    class Params(Walk):
-        def transition(self, state, action, context):
-            return state + pyro.param("speed", torch.tensor(1.0)) + pyro.param("new", torch.tensor(0.0))
-
-    def shaky(history):
-        random.random()
-        np.random.rand()
-        return torch.ones(5, dtype=torch.long)
-
-    with pyro.get_param_store().scope(), pyro.validation_enabled(validation):
-        pyro.param("speed", torch.tensor(2.0))
-        torch_state, numpy_state, python_state = (
-            torch.get_rng_state(),
-            np.random.get_state(),
-            random.getstate(),
-        )
-        episodes = simulate(Params(), shaky, 5, seed=seed)
-        assert torch.equal(torch.get_rng_state(), torch_state)
-        assert random.getstate() == python_state
-        assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), numpy_state, strict=True))
-        assert list(pyro.get_param_store().keys()) == ["speed"]
-        assert pyro.settings.get("validate_distributions_pyro") is validation
-        torch.testing.assert_close(episodes.states[:, 1] - episodes.states[:, 0], torch.full((5,), 2.0))
 
 
 def test_the_caller_is_left_alone_when_a_policy_fails():
@@ -362,20 +331,6 @@ def test_values_of_the_param_store_are_used():
         episodes = simulate(model, fixed_actions(1, 1, 1), 4, seed=0)
         assert list(pyro.get_param_store().keys()) == ["drift"]
     assert bool((episodes.states.diff(dim=1) > 90).all())
-
-
-@pytest.mark.parametrize("torch_validates", [True, False])
-@pytest.mark.parametrize("pyro_validates", [True, False])
-def test_both_validation_flags_are_restored(torch_validates, pyro_validates):
-    flags = ("validate_distributions_pyro", "validate_distributions_torch")
-    before = {flag: pyro.settings.get(flag) for flag in flags}
-    try:
-        pyro.settings.set(**dict(zip(flags, (pyro_validates, torch_validates), strict=True)))
-        Walk().check()
-        simulate(Walk(), RandomPolicy(2), 4, seed=0)
-        assert [pyro.settings.get(flag) for flag in flags] == [pyro_validates, torch_validates]
-    finally:
-        pyro.settings.set(**before)
 
 
 def test_a_categorical_of_torch_will_do():

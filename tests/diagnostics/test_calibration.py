@@ -284,23 +284,6 @@ def test_nothing_seen_is_nothing_tested():
     calibration.plot()
 
 
-def test_the_same_seed_gives_the_same_and_the_caller_is_left_alone():
-    pyro.clear_param_store()
-    pyro.param("mine", torch.ones(()))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    validates = pyro.settings.get("validate_distributions_pyro")
-    first, second, other = (calibrate(LightDark(), RandomPolicy(3), "smc", 50, seed=s) for s in (4, 4, 5))
-    assert torch.equal(torch.rand(3), expected)
-    assert list(pyro.get_param_store().keys()) == ["mine"]
-    assert pyro.settings.get("validate_distributions_pyro") == validates
-    assert first.p_values == second.p_values
-    assert torch.equal(first.states["state"].values, second.states["state"].values)
-    assert first.p_values != other.p_values
-    pyro.clear_param_store()
-
-
 @pytest.mark.slow
 def test_in_chunks(capsys):
     calibration = calibrate(LightDark(), RandomPolicy(3), ParticleFilter(64, chunk=30), 100, progress=True)
