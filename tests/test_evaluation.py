@@ -121,6 +121,8 @@ def test_a_table_of_policies():
     lines = str(table).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| random", "| left"]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    for word in ("return", "detector left", "H(C|Y) in bits", "identified", "regret"):
+        assert word in str(table.evaluations["left"])
     assert json.loads(json.dumps(table.as_dict()))["training_seconds"] == {"random": 3.0}
     assert "≤" not in str(table)
     tiger = compare(ContextualTiger(), {"random": RandomPolicy(3), "left": fixed_actions(*[1] * 10)}, 6)
@@ -356,17 +358,6 @@ def test_the_reference_backend():
     assert reference_backend(LineGrid()).name == "exact"
     assert reference_backend(LightDark()).name == "grid"
     assert reference_backend(Beacons()) == ParticleFilter(num_particles=1024)
-
-
-def test_it_says_everything_in_words_and_as_numbers():
-    result = evaluate(LineGrid(), RandomPolicy(3), 50)
-    for word in ("return", "detector left", "H(C|Y) in bits", "identified", "regret"):
-        assert word in str(result)
-    assert json.loads(json.dumps(result.as_dict()))["returns"]["num_episodes"] == 50
-
-
-def test_one_episode_has_no_spread():
-    assert math.isnan(Mean.of(torch.tensor([3.0])).standard_error)
 
 
 def test_nonsense_is_refused():

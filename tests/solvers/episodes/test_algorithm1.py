@@ -20,6 +20,14 @@ from solvers.episodes.worlds import seen_by
 from tests.programs import EyesOpen, Plates
 
 QUICK = {"likelihood": "exact", "progress": False, "seed": 0}
+GAUSSIAN = {**QUICK, "likelihood": "ekf"}
+
+
+def always(action):
+    return FunctionPolicy(lambda history: torch.full((history.num_episodes,), action))
+
+
+SENSES = always(2)
 
 
 class Corridor:
@@ -81,12 +89,9 @@ def test_the_policy_of_an_episode_starts_from_the_posterior_before_it():
     torch.testing.assert_close(torch.stack(starts, 1), run.posteriors[:, :-1], rtol=1e-5, atol=1e-6)
 
 
-def test_contexts_come_from_the_prior_if_nobody_says():
+def test_contexts_by_name_or_from_the_prior_if_nobody_says():
     run = cids.run(LineGrid(), None, 1, solution=RandomPolicy(3), prior=[0.25, 0.75], num_runs=40, **QUICK)
     assert torch.bincount(run.contexts).tolist() == [10, 30]
-
-
-def test_a_context_by_name_for_all_runs():
     run = cids.run(LineGrid(), "detector left", 2, solution=RandomPolicy(3), num_runs=3, **QUICK)
     assert run.contexts.tolist() == [1, 1, 1]
     assert run.returns.shape == (3, 2)
@@ -96,7 +101,7 @@ def test_a_context_by_name_for_all_runs():
 @pytest.mark.parametrize("light_is_right", [True, False])
 def test_a_world_written_without_this_toolkit(light_is_right):
     model = LightDark()
-    settings = {"solution": FunctionPolicy(look_around), "likelihood": "smc", "seed": 0, "progress": False}
+    settings = {"solution": FunctionPolicy(look_around), **QUICK, "likelihood": "smc"}
     run = cids.run(model, Corridor(light_is_right, 7), 6, **settings)
     assert run.contexts is None
     assert run.posteriors.shape == (1, 7, 2)
@@ -120,7 +125,7 @@ def test_an_environment_and_a_function_that_leads_the_agent_come_to_the_same():
             total += reward
         return total
 
-    settings = {"solution": FunctionPolicy(look_around), "likelihood": "ekf", "seed": 0, "progress": False}
+    settings = {"solution": FunctionPolicy(look_around), **GAUSSIAN}
     by_function = cids.run(model, lead, 2, **settings)
     by_environment = cids.run(model, Corridor(True, 3), 2, **settings)
     assert torch.equal(by_function.posteriors, by_environment.posteriors)
@@ -130,9 +135,7 @@ def test_an_environment_and_a_function_that_leads_the_agent_come_to_the_same():
 def test_many_environments_and_episodes_that_end_early():
     model = LightDark()
     worlds = [Corridor(True, 1, steps=5), Corridor(False, 2, steps=20)]
-    run = cids.run(
-        model, worlds, 2, solution=FunctionPolicy(look_around), likelihood="ekf", seed=0, progress=False
-    )
+    run = cids.run(model, worlds, 2, solution=FunctionPolicy(look_around), **GAUSSIAN)
     assert run.episodes[0].lengths.tolist() == [5, 20]
     data = run.to_inference_data(draws=5)
     assert int((data.observed_data["action"][0, 0] >= 0).sum()) == 5
@@ -153,29 +156,26 @@ class Pinned:
         return self.env.step(action)
 
 
-@pytest.mark.parametrize("program", [LineGrid, ContextualTiger])
-def test_a_gymnasium_environment(program):
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        (LineGrid, ObservableOperator()),
+        (ContextualTiger, ObservableOperator()),
+        (EyesOpen, ExtendedKalmanFilter()),
+        (Plates, ExtendedKalmanFilter()),
+    ],
+)
+def test_a_gymnasium_environment(program, backend):
     """Its posteriors are those of the episodes that it showed."""
     model = program()
-    run = cids.run(model, Pinned(CPOMDPEnv(model), 1, 5), 3, solution=RandomPolicy(3), **QUICK)
+    settings = {"solution": RandomPolicy(model.num_actions), **QUICK, "likelihood": backend}
+    run = cids.run(model, Pinned(CPOMDPEnv(model), 1, 5), 3, **settings)
     log_joint = model.prior().double().log()
     for k, episodes in enumerate(run.episodes):
-        log_joint = log_joint + ObservableOperator().run(model, episodes).log_likelihood[0]
-        torch.testing.assert_close(run.posteriors[0, k + 1], log_joint.softmax(-1))
-    assert any(bool(flags.any()) for episodes in run.episodes for flags in episodes.observed.values())
-
-
-@pytest.mark.parametrize("program", [EyesOpen, Plates])
-def test_gymnasium_environments_with_initial_observations_and_plates(program):
-    model = program()
-    policy = RandomPolicy(model.num_actions)
-    settings = {"solution": policy, "likelihood": "ekf", "seed": 0, "progress": False}
-    run = cids.run(model, Pinned(CPOMDPEnv(model), 0, 5), 2, **settings)
-    log_joint = model.prior().double().log()
-    for k, episodes in enumerate(run.episodes):
-        log_joint = log_joint + ExtendedKalmanFilter().run(model, episodes).log_likelihood[0]
+        log_joint = log_joint + backend.run(model, episodes).log_likelihood[0]
         torch.testing.assert_close(run.posteriors[0, k + 1], log_joint.softmax(-1))
         assert (episodes.initial_observations is not None) == model.initial_observation
+    assert any(bool(flags.any()) for episodes in run.episodes for flags in episodes.observed.values())
 
 
 def test_an_environment_may_not_change_its_context():
@@ -188,8 +188,7 @@ def test_an_environment_may_not_change_its_context():
 
 def test_a_run_stops_when_it_has_settled():
     model = LineGrid(accuracy=0.95)
-    senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    run = cids.run(model, [0, 1] * 10, 8, solution=senses, stop_at=0.99, **QUICK)
+    run = cids.run(model, [0, 1] * 10, 8, solution=SENSES, stop_at=0.99, **QUICK)
     assert run.num_episodes < 8  # all of them
     settled = run.posteriors.amax(-1) > 0.99  # [R, K + 1]
     assert torch.equal(run.played, ~settled[:, :-1])
@@ -202,11 +201,10 @@ def test_a_run_stops_when_it_has_settled():
 
 def test_no_context_is_lost_for_good_but_what_the_prior_excludes_is():
     model = LineGrid(accuracy=1.0)
-    senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    run = cids.run(model, 0, 2, solution=senses, **QUICK)
+    run = cids.run(model, 0, 2, solution=SENSES, **QUICK)
     assert 0 < float(run.posteriors[0, -1, 1]) < 1e-11
     with pytest.raises(ArithmeticError, match="excludes every context"):
-        cids.run(model, 0, 2, solution=senses, prior=[0.0, 1.0], **QUICK)
+        cids.run(model, 0, 2, solution=SENSES, prior=[0.0, 1.0], **QUICK)
 
 
 @pytest.mark.slow
@@ -241,8 +239,7 @@ def test_resolving_plays_the_policy_that_was_fitted_in_the_same_world():
 
 def test_a_runs_world_does_not_depend_on_who_else_still_plays():
     model = LightDark(horizon=6)
-    looks = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    settings = {"solution": looks, "likelihood": "ekf", "seed": 3, "progress": False}
+    settings = {"solution": SENSES, **GAUSSIAN, "seed": 3}
     all_of_them = cids.run(model, [0, 1] * 3, 4, **settings)
     some = cids.run(model, [0, 1] * 3, 4, stop_at=0.6, **settings)
     assert not bool(some.played.all())
@@ -254,9 +251,8 @@ def test_a_runs_world_does_not_depend_on_who_else_still_plays():
 
 def test_different_agents_meet_the_same_world():
     model = LightDark(horizon=6)
-    settings = {"likelihood": "ekf", "seed": 3, "progress": False}
-    one = cids.run(model, [0, 1], 2, solution=RandomPolicy(3), **settings)
-    other = cids.run(model, [0, 1], 2, solution=FunctionPolicy(look_around), **settings)
+    one = cids.run(model, [0, 1], 2, solution=RandomPolicy(3), **GAUSSIAN)
+    other = cids.run(model, [0, 1], 2, solution=FunctionPolicy(look_around), **GAUSSIAN)
     for mine, theirs in zip(one.episodes, other.episodes, strict=True):
         assert torch.equal(mine.states[:, 0], theirs.states[:, 0])
         assert not torch.equal(mine.actions, theirs.actions)
@@ -348,7 +344,7 @@ def test_a_prior_that_sums_to_one_but_for_rounding_plays_all_episodes():
 
 def test_regret_is_what_the_told_agent_expects_less_what_was_earned():
     model = LightDark(horizon=4)
-    run = cids.run(model, [0, 1], 2, solution=RandomPolicy(3), likelihood="ekf", seed=0, progress=False)
+    run = cids.run(model, [0, 1], 2, solution=RandomPolicy(3), **GAUSSIAN)
     torch.testing.assert_close(run.regret([5.0, 3.0]), torch.tensor([[5.0], [3.0]]).double() - run.returns)
     torch.testing.assert_close(run.regret(), model.context_known_return()[0] - run.returns)
     np.testing.assert_allclose(run.to_dataset()["regret"], run.regret())
@@ -462,8 +458,7 @@ def test_a_solution_of_another_model_is_refused():
 
 def test_runs_that_have_settled_are_not_drawn_as_if_they_had_no_regret():
     model = LineGrid(horizon=4, accuracy=0.7)
-    senses = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
-    run = cids.run(model, [0, 1] * 10, 6, solution=senses, stop_at=0.9, **QUICK)
+    run = cids.run(model, [0, 1] * 10, 6, solution=SENSES, stop_at=0.9, **QUICK)
     left, _ = run.plot().axes
     regret = run.regret()
     assert bool(regret.isnan().any())
@@ -476,7 +471,7 @@ def test_a_picture_where_nobody_knows_what_there_is_to_be_had():
         def context_known_return(self):
             return None
 
-    settings = {"solution": RandomPolicy(3), "likelihood": "ekf", "seed": 0, "progress": False}
+    settings = {"solution": RandomPolicy(3), **GAUSSIAN}
     run = cids.run(NoOptimum(horizon=3), [0, 1], 2, **settings)
     assert run.plot().axes[0].get_ylabel() == "return"
     assert run.plot([1.0, 2.0]).axes[0].get_ylabel() == "cumulative regret"
@@ -485,7 +480,7 @@ def test_a_picture_where_nobody_knows_what_there_is_to_be_had():
 def test_pictures_of_a_run():
     """Regret and belief in the truth where contexts are known; returns and all beliefs where they are not."""
     model = LightDark(horizon=4)
-    settings = {"solution": RandomPolicy(3), "likelihood": "ekf", "seed": 0, "progress": False}
+    settings = {"solution": RandomPolicy(3), **GAUSSIAN}
     known = cids.run(model, [0, 1, 0], 3, **settings).plot()
     left, right = known.axes
     assert left.get_ylabel() == "cumulative regret"

@@ -82,11 +82,6 @@ def test_values_and_returns_are_those_of_the_truth(model: CPOMDP) -> None:
         np.testing.assert_allclose(ours.returns, by_context, atol=1e-9)
 
 
-def test_values_that_are_known() -> None:
-    assert plan(LineGrid()).value == pytest.approx(18.8178, abs=5e-5)
-    assert plan(ContextualTiger()).value == pytest.approx(7.9899, abs=5e-5)
-
-
 @pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()], ids=name)
 def test_equal_beliefs_are_merged(model: CPOMDP) -> None:
     expected = [len(b) for b in truth.solve(truth.tables(model), model.horizon).beliefs]
@@ -479,19 +474,6 @@ def test_models_that_are_not_finite_are_refused() -> None:
         evaluate(Walk(), RandomPolicy(2))
 
 
-class Noisy(LineGrid):
-    def observation(self, state, action, context):  # type: ignore[no-untyped-def]
-        super().observation(state, action, context)
-        pyro.sample("hum", dist.Normal(state.double(), 1.0))
-
-
-def test_continuous_observations_are_refused_by_name() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"observation: site 'hum' .Normal. has no finite support"
-    ):
-        plan(Noisy())
-
-
 def test_too_many_beliefs_are_refused_with_their_number() -> None:
     said = r"1344 beliefs .* time 7.* max_beliefs = 1000.*horizon.* cpomdp_ppl\.bounds\.informed_return"
     with pytest.raises(TooManyBeliefsError, match=said):
@@ -576,9 +558,3 @@ def test_random_numbers_of_its_own_are_noticed_by_what_they_do() -> None:
 
     with pytest.raises(ValueError, match=r"decides differently in the same history, at time 0"):
         evaluate(model, hidden)
-
-
-def test_episodes_of_another_model_are_refused() -> None:
-    best = plan(Machine(0, K=2, horizon=3))
-    with pytest.raises(ObservationError, match="the model never does"):
-        simulate(Machine(0, K=6, horizon=3), Wanderer(best), 200, seed=0)
