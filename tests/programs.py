@@ -11,6 +11,21 @@ from torch.distributions import constraints
 from cpomdp_ppl import CPOMDP
 
 
+class Still(CPOMDP):
+    """Nothing moves and nothing is earned, in a single state or at 0.0; programs of it say what is seen."""
+
+    contexts, actions, horizon = 2, 1, 1
+
+    def initial(self, context):
+        return torch.zeros((), dtype=torch.long) if self.states else torch.zeros(())
+
+    def transition(self, state, action, context):
+        return state
+
+    def reward(self, state, action, context):
+        return torch.zeros(())
+
+
 class Walk(CPOMDP):
     """The plainest continuous model: a random walk, always seen."""
 

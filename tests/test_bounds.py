@@ -15,37 +15,13 @@ from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from solvers import exact
 from tests.programs import Plates, Walk
-
-
-class Tabled(CPOMDP):
-    """A finite model from random tables."""
-
-    contexts, actions, horizon, states = 2, 2, 3, 2
-
-    def __init__(self, seed):
-        super().__init__()
-        rng = np.random.default_rng(seed)
-        self.P0 = torch.from_numpy(rng.dirichlet([0.5] * 2, size=2))  # [C, N]
-        self.P = torch.from_numpy(rng.dirichlet([0.5] * 2, size=(2, 2, 2)))  # [C, A, N, N]
-        self.R = torch.from_numpy(rng.normal(-1.0, 3.0, size=(2, 2, 2)))  # [C, A, N]
-
-    def initial(self, context):
-        return pyro.sample("s", dist.Categorical(self.P0[context]))
-
-    def transition(self, state, action, context):
-        return pyro.sample("s", dist.Categorical(self.P[context, action, state]))
-
-    def observation(self, state, action, context):
-        pyro.sample("z", dist.Bernoulli(torch.where(state == 0, 0.2, 0.7)))
-
-    def reward(self, state, action, context):
-        return self.R[context, action, state]
+from tests.solvers.machines import Machine
 
 
 def best_by_enumeration(model, c):
     """The best of all rules from time and state to action, each worth what all paths of states bring it."""
     T, N = model.horizon, model.states
-    P0, P, R = (table[c].numpy() for table in (model.P0, model.P, model.R))
+    P0, P, R = (model.tables[name][c] for name in ("initial", "transition", "reward"))
     values = []
     for actions in product(range(model.num_actions), repeat=T * N):
         rule = np.reshape(actions, (T, N))
@@ -63,7 +39,7 @@ def best_by_enumeration(model, c):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_best_of_all_rules_and_paths(seed):
-    model = Tabled(seed)
+    model = Machine(seed)
     truth = [best_by_enumeration(model, c) for c in range(2)]
     found = informed_return(model)
     assert found.dtype == torch.float64
@@ -74,7 +50,9 @@ def test_the_best_of_all_rules_and_paths(seed):
     )
 
 
-@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger(4), Tabled(3)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "model", [LineGrid(), ContextualTiger(4), Machine(3)], ids=lambda m: type(m).__name__
+)
 def test_who_is_told_the_context_alone_earns_no_more(model):
     told = [exact.plan(model, prior=point).value for point in np.eye(model.num_contexts)]
     assert (informed_return(model).numpy() >= np.array(told) - 1e-9).all()
@@ -142,13 +120,15 @@ class Needle(Walk):
         return (-(((state - 0.123456) / 1e-3) ** 2)).exp()
 
 
-class Forbidden(Tabled):
+class Forbidden(Machine):
     """A reward that is not a number where nobody gets to."""
 
-    states = 3
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.states = 3
 
     def reward(self, state, action, context):
-        return torch.where(state == 2, torch.nan, self.R[context, action, state.clamp(max=1)])
+        return torch.where(state == 2, torch.nan, super().reward(state.clamp(max=1), action, context))
 
     def transition(self, state, action, context):
         return super().transition(state.clamp(max=1), action, context)

@@ -23,30 +23,25 @@ from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.policy import Percept
 from solvers import exact
+from tests.programs import Still
 
 Z = np.array([0.1, -3.0, 9.0, -20.0])
 
 
-class Still(CPOMDP):
+class Noisy(Still):
     """A real number that is of no account, or a single state."""
 
-    contexts, actions, horizon = 2, 2, 1
+    actions = 2
 
     def __init__(self, finite=False):
         super().__init__()
         self.states = 1 if finite else None
 
     def initial(self, context):
-        return torch.zeros((), dtype=torch.long) if self.states else pyro.sample("x", dist.Normal(0.0, 1.0))
-
-    def transition(self, state, action, context):
-        return state
-
-    def reward(self, state, action, context):
-        return torch.zeros(())
+        return super().initial(context) if self.states else pyro.sample("x", dist.Normal(0.0, 1.0))
 
 
-class Outliers(Still):
+class Outliers(Noisy):
     """Now and then the sensor has twenty times its noise, and does not say so."""
 
     p = 0.1
@@ -59,7 +54,7 @@ class Outliers(Still):
         return logsumexp([norm.logpdf(z, c, 0.4), norm.logpdf(z, c, 8.0)], b=[1 - self.p, self.p])
 
 
-class Glitches(Still):
+class Glitches(Noisy):
     """A rare event that shifts what is seen."""
 
     def observation(self, state, action, context):
@@ -70,7 +65,7 @@ class Glitches(Still):
         return logsumexp([norm.logpdf(z, c, 1), norm.logpdf(z, c + 10, 1)], b=[0.999, 0.001])
 
 
-class OnlyAfterOne(Still):
+class OnlyAfterOne(Noisy):
     """A parent that matters in one context, after one action."""
 
     def observation(self, state, action, context):
@@ -83,7 +78,7 @@ class OnlyAfterOne(Still):
         return logsumexp([norm.logpdf(z, shift * k, 1) for k in range(3)], b=[0.5, 0.3, 0.2])
 
 
-class Blend(Still):
+class Blend(Noisy):
     """The weights of a mixture depend on a site that is hidden, its components do not."""
 
     def observation(self, state, action, context):
@@ -146,7 +141,7 @@ def test_kalman_filters_refuse_a_hidden_discrete_parent(backend):
         as_backend(backend).run(Outliers(), seen(Z, outlier=torch.float32))
 
 
-class Counted(Still):
+class Counted(Noisy):
     """A count that may be anything adds to what is seen."""
 
     def observation(self, state, action, context):
@@ -247,7 +242,7 @@ def test_a_parent_that_matters_only_in_some_states(likelihood):
     assert 1 - information == pytest.approx(truth, abs=1e-6)
 
 
-class Biased(Still):
+class Biased(Noisy):
     """Two sensors with the same unknown bias, and a wider one in the second context."""
 
     def observation(self, state, action, context):
@@ -324,7 +319,7 @@ class LookedAt(Foggy):
         pyro.sample("o", dist.Bernoulli(p))
 
 
-class Bent(Still):
+class Bent(Noisy):
     """The child's distribution keeps its parameters in functions, as Pyro's conditional transforms do."""
 
     def __init__(self, finite=False):
@@ -391,7 +386,7 @@ def test_looking_ahead_past_a_gate_that_is_missing():
 
 @pytest.mark.parametrize("scaled", ["handler", "plate"])
 def test_scaled_densities_are_refused(scaled):
-    class Scaled(Still):
+    class Scaled(Noisy):
         max_plate_nesting = int(scaled == "plate")
 
         def observation(self, state, action, context):

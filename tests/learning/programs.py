@@ -7,32 +7,24 @@ from pyro.nn import PyroParam
 from torch.distributions import constraints
 
 from cpomdp_ppl import CPOMDP
+from tests.programs import Still
 
 
 def positive(value):
     return PyroParam(torch.tensor(value), constraints.positive)
 
 
-class Constant(CPOMDP):
+class Constant(Still):
     """Nothing moves, and noise is seen: its variance is known in closed form."""
 
-    contexts, actions, horizon = 2, 2, 5
+    actions, horizon = 2, 5
 
     def __init__(self, variance=2.0):
         super().__init__()
         self.variance = positive(variance)
 
-    def initial(self, context):
-        return torch.zeros(())
-
-    def transition(self, state, action, context):
-        return state
-
     def observation(self, state, action, context):
         pyro.sample("z", dist.Normal(state, self.variance.sqrt()))
-
-    def reward(self, state, action, context):
-        return torch.zeros_like(state)
 
 
 class Walk(Constant):
@@ -92,14 +84,13 @@ class Plane(Curved):
         return state["x"]
 
 
-class Alarm(CPOMDP):
+class Alarm(Still):
     """Something is there or not, and stays so; an alarm goes off at each step, more often if it is.
 
     In context 1 false alarms are twice as frequent.
     """
 
-    contexts, actions, horizon = 2, 1, 6
-    states = 2
+    horizon, states = 6, 2
 
     def __init__(self, power=0.6):
         super().__init__()
@@ -108,21 +99,14 @@ class Alarm(CPOMDP):
     def initial(self, context):
         return pyro.sample("there", dist.Bernoulli(0.5)).long()
 
-    def transition(self, state, action, context):
-        return state
-
     def observation(self, state, action, context):
         pyro.sample("alarm", dist.Bernoulli(torch.where(state == 1, self.power, 0.3 * (1 + context))))
 
-    def reward(self, state, action, context):
-        return torch.zeros(state.shape)
 
-
-class Sensor(CPOMDP):
+class Sensor(Still):
     """The state is the context, and a sensor is right about it with a probability to be learned."""
 
-    contexts, actions, horizon = 2, 1, 4
-    states = 2
+    horizon, states = 4, 2
 
     def __init__(self, accuracy=0.6):
         super().__init__()
@@ -131,20 +115,13 @@ class Sensor(CPOMDP):
     def initial(self, context):
         return context
 
-    def transition(self, state, action, context):
-        return state
-
     def observation(self, state, action, context):
         pyro.sample("z", dist.Bernoulli(torch.where(state == 1, self.accuracy, 1 - self.accuracy)))
 
-    def reward(self, state, action, context):
-        return torch.zeros(state.shape)
 
-
-class Window(CPOMDP):
+class Window(Still):
     """One of a hundred places, and a look at it through a window: outside of that nothing is possible."""
 
-    contexts, actions, horizon = 2, 1, 1
     places = 100
 
     def __init__(self, width=0.6):
@@ -154,14 +131,8 @@ class Window(CPOMDP):
     def initial(self, context):
         return pyro.sample("x", dist.Categorical(torch.ones(self.places)))
 
-    def transition(self, state, action, context):
-        return state
-
     def observation(self, state, action, context):
         pyro.sample("z", dist.Uniform(state - self.width, state + self.width))
-
-    def reward(self, state, action, context):
-        return torch.zeros(state.shape)
 
 
 class Door(CPOMDP):

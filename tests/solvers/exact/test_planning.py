@@ -22,7 +22,7 @@ from cpomdp_ppl.rng import RandomStream
 from solvers.exact import TooManyBeliefsError, TooManyHistoriesError, evaluate, plan
 from solvers.exact import beliefs as reachable
 from tests.conftest import assert_mean, fixed_actions
-from tests.programs import Walk
+from tests.programs import Still, Walk
 from tests.solvers import truth
 from tests.solvers.machines import Awake, Machine
 from tests.solvers.truth import DEAF, LOPSIDED, Wanderer
@@ -307,23 +307,14 @@ def test_wrong_beliefs_are_kept_when_they_are_contradicted(model: Machine) -> No
                 np.testing.assert_allclose(wanderer.beliefs[t][i], expected, atol=1e-9)
 
 
-class Doubt(CPOMDP):
+class Doubt(Still):
     """To see nothing excludes context 1 after the first action, and all but excludes it after the second."""
 
-    contexts, actions, states, horizon = 2, ("exclude", "doubt", "look"), 1, 3
+    actions, states, horizon = ("exclude", "doubt", "look"), 1, 3
     reports = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1 - 1e-13, 1.0]], dtype=torch.float64)  # [C, A]
-
-    def initial(self, context):  # type: ignore[no-untyped-def]
-        return torch.tensor(0)
-
-    def transition(self, state, action, context):  # type: ignore[no-untyped-def]
-        return state
 
     def observation(self, state, action, context):  # type: ignore[no-untyped-def]
         pyro.sample("z", dist.Bernoulli(self.reports[context, action]))
-
-    def reward(self, state, action, context):  # type: ignore[no-untyped-def]
-        return torch.zeros(())
 
 
 def test_what_is_nearly_impossible_is_not_merged_with_what_is() -> None:

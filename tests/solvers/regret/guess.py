@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
 
-from cpomdp_ppl import CPOMDP
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.policy import History, Percept
 from solvers import exact
+from tests.programs import Still
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
 
 SHORT = LineGrid(4)
 """There is time to walk to an end and collect, or to sense: information has a price."""
 
 
-class Guess(CPOMDP):
+class Guess(Still):
     """One state; a look tells a little about the context, and guesses pay differently."""
 
-    contexts, actions, states = 2, ("look", "first", "second"), 1
+    actions, states = ("look", "first", "second"), 1
     heads = (0.3, 0.85)
     pays = ((-0.11, 1.0, -1.7), (-0.11, -0.9, 1.3))  # by context and action
 
     def __init__(self, horizon: int = 2, heads: tuple[float, float] = (0.3, 0.85)) -> None:
         super().__init__()
         self.horizon, self.heads = horizon, heads
-
-    def initial(self, context):
-        return torch.tensor(0)
-
-    def transition(self, state, action, context):
-        return state
 
     def observation(self, state, action, context):
         heads = torch.where(context == 0, *self.heads)

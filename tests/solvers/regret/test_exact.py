@@ -13,10 +13,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from cpomdp_ppl import CPOMDP, RandomPolicy
+from cpomdp_ppl import RandomPolicy
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from solvers.regret import XI, TooManyPosteriorsError, exact_regret
 from solvers.regret.plots import plot_entropy, plot_ratio, plot_regret
+from tests.programs import Still
 from tests.solvers import truth
 from tests.solvers.regret.guess import SHORT, Alone, Amortised, Guess, always
 
@@ -134,16 +135,10 @@ def test_theorems_that_hold_exactly(name, tau):
     assert run.dropped[-1] < 1e-9
 
 
-class Telling(CPOMDP):
+class Telling(Still):
     """One guess at the context, for better or worse, and then a coin, whatever was guessed."""
 
-    contexts, actions, states, horizon = 2, 2, 1, 1
-
-    def initial(self, context):
-        return torch.tensor(0)
-
-    def transition(self, state, action, context):
-        return state
+    actions, states = 2, 1
 
     def observation(self, state, action, context):
         pyro.sample("heads", dist.Bernoulli(torch.where(context == 0, 0.35, 0.65)))
