@@ -160,7 +160,7 @@ def _next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer,
 def _collect(
     distinct: _Distinct, beliefs: Reals, P: Reals, possible: Reals | None
 ) -> tuple[Keys, NDArray[np.bool_]]:
-    """Keys of those beliefs `[n, K, C, N]` that may be come to at all, and which these are, `[n, K]`."""
+    """Keys of those beliefs `[n, K, C, N]` that can be reached at all, and which these are, `[n, K]`."""
     met = P > 0 if possible is None else possible.sum((-2, -1)) > 0
     return distinct.add(beliefs[met], None if possible is None else possible[met]), met
 

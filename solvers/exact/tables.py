@@ -205,9 +205,8 @@ def _outcomes(
 ) -> Outcomes:
     """Run the observation program for all values of its sites, and sum over those that are not seen."""
     (C, N), A = recursion.initial.shape, 1 if actions is None else len(actions)
-    own = recursion.plate_axes
-    a = None if actions is None else axes(actions, own)
-    with _LimitedEnumeration(own, C * A * N) as enumerated, Recorded() as program:
+    a = None if actions is None else axes(actions, recursion.plate_axes)
+    with _LimitedEnumeration(recursion.plate_axes, C * A * N) as enumerated, Recorded() as program:
         recursion.model.observation(recursion.states, a, recursion.context)
     if program.sites.keys() != sites.keys():
         when = "before the first action" if actions is None else "after it"

@@ -65,10 +65,10 @@ class Decomposition:
     """Regret and its parts in R runs of K episodes.
 
     Attributes:
-        data: With dimensions `run` and `episode` (from 1), and the true context's name as a coordinate of
-            runs: `regret`, `delta`, `i1`, `i2`, `information` (I_k in nats), `ratio` (Ψ_k = Δ_k / I_k, NaN
-            where I_k is zero but for noise), each with its standard error, `regret_error` and so on; and
-            `entropy`, of the posterior, in nats.
+        data: A dataset with dimensions `run` and `episode` (from 1), and the true context's name as a
+            coordinate of runs. It has `regret`, `delta`, `i1`, `i2`, `information` (I_k in nats) and `ratio`
+            (Ψ_k = Δ_k / I_k, NaN where I_k is zero but for noise), each with its standard error,
+            `regret_error` and so on; and `entropy`, of the posterior, in nats.
         optima: `V_c(π*_c)`, from which regret is reckoned.
         best: What stands for `max_π V̄_k(π)`: `"exact"`, or `"policy"`.
     """
@@ -141,8 +141,8 @@ def decompose(
         contexts: The true context of each run, `[R]`.
         best: A policy for `max_π V̄_k(π)`, which must take the prior into account: one that was learned with
             temperature 0. Left out, the model must be finite.
-        optima: From `context_known_values`, which is called with `best` if left out; or `V_c(π*_c)` itself,
-            `[C]`, taken to be without error.
+        optima: `V_c(π*_c)`, `[C]`, taken to be without error; or what `context_known_values` found, which is
+            called with `best` if this is left out.
         num_episodes: How many episodes to play for each posterior and context, at least 2.
         likelihood: The backend, or its name, by which information is measured. Left out, it is the most
             exact, which for continuous states takes its time; `"smc"` is several times as fast, and noisier.
@@ -186,7 +186,7 @@ def decompose(
         parts = in_parts(distinct, E, batch_size, seed, progress)
         follow = follow_by(model, likelihood)
         valued = _Valued.joined(
-            [_by_playing(model, policy, best, some, E, follow, max_beliefs, own) for some, own in parts]
+            [_by_playing(model, policy, best, some, E, follow, max_beliefs, each) for some, each in parts]
         )
     columns = _parts(valued.at(number), distinct[number], c.repeat_interleave(K), optima)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TooManyPosteriorsError(ValueError):
-    """The posteriors that Algorithm 1 may come to are too many to solve for each."""
+    """The posteriors that Algorithm 1 can reach are too many to solve for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +102,15 @@ class ExactRegret:
         Args:
             settings: Any fields of `Bound` to have otherwise than they are here.
         """
-        own: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "temperature": self.temperature,
             "num_contexts": len(self.prior),
             "horizon": self.horizon,
             "reward_bound": self.reward_bound,
         }
         if "eta" not in settings:
-            own["eta"] = self.eta
-        return Bound(**{**own, **settings})
+            fields["eta"] = self.eta
+        return Bound(**{**fields, **settings})
 
     def __str__(self) -> str:
         names = ["regret", "delta", "i1", "information", "entropy", "ratio", "excess"]
@@ -287,7 +287,7 @@ def _afterwards(
     first, number = distinct_rows(posteriors, DECIMALS)
     total = np.zeros((len(first), posteriors.shape[1]))
     np.add.at(total, number, np.concatenate(reached))
-    # What has no probability under its own prior was never come to; tolerance 0 keeps all that was.
+    # An ending without probability under its prior was never reached; tolerance 0 keeps all that were.
     mass = total.sum(1)
     followed = (mass > 0) & (mass >= tolerance)
     return posteriors[first[followed]], total[followed], float(mass[~followed].sum())

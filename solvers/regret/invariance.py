@@ -123,8 +123,8 @@ def policy_gaps(
         ],
         1,
     )  # [C, C, E]
-    own = returns.diagonal(dim1=0, dim2=1).T[:, None]  # [C, 1, E]
-    lost = own - returns
+    best = returns.diagonal(dim1=0, dim2=1).T[:, None]  # of the policy for the context, [C, 1, E]
+    lost = best - returns
     return Gaps(model.context_names, returns.mean(-1), lost.mean(-1), lost.std(-1) / E**0.5, "policy")
 
 
@@ -210,7 +210,7 @@ def merge_invariant_contexts(
         model: The CPOMDP.
         epsilon: What a difference may cost, in units of return.
         policy: As for `policy_gaps`.
-        gaps: From `policy_gaps`, to not compute them again; then there is no use for a policy and settings.
+        gaps: Gaps that `policy_gaps` has computed before; there is then no use for a policy and settings.
         settings: Further settings of `policy_gaps`.
 
     Example:
