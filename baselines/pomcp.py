@@ -28,6 +28,7 @@ from baselines.pomdp_py_adapter import (
     particles,
     planner,
 )
+from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter
@@ -115,8 +116,8 @@ class _TreeSearch:
 
         found: list[int] = []
         with without_garbage_collection():
-            for i in range(0, len(agents), EPISODES_AT_ONCE):
-                found += lockstep.run([task(each) for each in agents[i : i + EPISODES_AT_ONCE]])
+            for some in pieces(len(agents), EPISODES_AT_ONCE):
+                found += lockstep.run([task(each) for each in agents[some]])
         return torch.tensor(found, device=self.model.device)
 
     def _planner(self, time: int) -> Any:

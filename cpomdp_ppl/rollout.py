@@ -11,7 +11,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import as_indices, filled
+from cpomdp_ppl.arrays import as_indices, filled, how_many_fit, pieces
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
@@ -229,12 +229,11 @@ def _rewards(model: CPOMDP, path: Any, actions: Tensor, c: Tensor) -> Tensor:
     Many steps in a call save the cost of calls; too many do not fit in the cache, which costs more.
     """
     B, T = actions.shape
-    at_once = max(1, CELLS_AT_ONCE // B)
-    a = actions.T.reshape(T, *c.shape).split(at_once)
-    states = [map_state(lambda leaf, t=t: leaf[t : min(t + at_once, T)], path) for t in range(0, T, at_once)]
-    rewards = [
-        as_reward(model.reward(s, a_s, c[None])).expand(a_s.shape) for s, a_s in zip(states, a, strict=True)
-    ]
+    a = actions.T.reshape(T, *c.shape)
+    rewards = []
+    for times in pieces(T, how_many_fit(CELLS_AT_ONCE, B)):
+        states = map_state(lambda leaf, times=times: leaf[times], path)
+        rewards.append(as_reward(model.reward(states, a[times], c[None])).expand(a[times].shape))
     return torch.cat(rewards).reshape(T, B).T
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import are_probabilities, as_tensor
+from cpomdp_ppl.arrays import are_probabilities, as_tensor, how_many_fit, pieces
 from cpomdp_ppl.diagnostics.ranks import LEVEL
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.rng import isolated
@@ -199,10 +199,9 @@ def _scores_of_true_and_drawn(p: Tensor, c: Tensor) -> Tensor:
 
     total = p.cumsum(1)
     total = total[:, :-1] / total[:, -1:]  # [B, C − 1]
-    at_once = max(1, NUMBERS_AT_ONCE // (B * C))
     drawn = [
-        summed(torch.rand(min(at_once, REPLICATES - r), B, 1, dtype=p.dtype, device=p.device) < total)
-        for r in range(0, REPLICATES, at_once)
+        summed(torch.rand(r.stop - r.start, B, 1, dtype=p.dtype, device=p.device) < total)
+        for r in pieces(REPLICATES, how_many_fit(NUMBERS_AT_ONCE, B * C))
     ]
     return torch.cat([summed(c[None, :, None] <= torch.arange(C - 1, device=c.device)), *drawn])
 

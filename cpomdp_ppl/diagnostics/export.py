@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.arrays import on_the_right
+from cpomdp_ppl.arrays import how_many_fit, on_the_right, pieces
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.diagnostics.datasets import (
     Table,
@@ -122,22 +122,21 @@ class Export:
         if isinstance(backend, ParticleFilter):  # with weights, ancestors and families of every particle
             kept += backend.num_particles * (size + 5)
         numbers = kept * self.model.num_contexts * (self.episodes.horizon + 1)
-        pieces = math.ceil(len(self.episodes) / max(1, NUMBERS_AT_ONCE // numbers))
-        return math.ceil(len(self.episodes) / pieces)
+        parts = math.ceil(len(self.episodes) / how_many_fit(NUMBERS_AT_ONCE, numbers))
+        return math.ceil(len(self.episodes) / parts)  # all of about the same size
 
     def draw(self, progress: bool) -> None:
         """Fill the tables."""
         with tqdm(total=len(self.episodes) * self.chains, unit=" episodes", disable=not progress) as bar:
-            for start in range(0, len(self.episodes), self.chunk):
-                rows = slice(start, start + self.chunk)
-                piece = _Piece(start, self.episodes[rows], self.prior[rows])
+            for rows in pieces(len(self.episodes), self.chunk):
+                piece = _Piece(rows.start, self.episodes[rows], self.prior[rows])
                 try:
                     self._before(piece)
                     for chain in self._after(piece):
                         bar.update(len(chain))
                 except (ArithmeticError, ValueError) as error:
-                    if start:
-                        error.add_note(f"(episodes are counted from {start} on)")
+                    if rows.start:
+                        error.add_note(f"(episodes are counted from {rows.start} on)")
                     raise
 
     def _after(self, piece: _Piece) -> Iterator[_Joint]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.arrays import on_the_right
+from cpomdp_ppl.arrays import how_many_fit, on_the_right, pieces
 from cpomdp_ppl.diagnostics.ranks import normalised_ranks
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import require_same_sites
@@ -16,6 +16,7 @@ from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.persistence import Persistent, Track
 from cpomdp_ppl.inference.scan import scan
+from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ def rank_episodes(
             backend,
             recursion,
             programs,
-            episodes if size >= B else episodes[i : i + size],
-            {what: at[i : i + size] for what, at in times.items()},
+            episodes if size >= B else episodes[rows],
+            {what: at[rows] for what, at in times.items()},
             num_draws,
             prior,
-            offset=i,
+            offset=rows.start,
         ).run()
-        for i in tqdm(range(0, B, size), disable=not progress, desc="episodes")
+        for rows in tqdm(list(pieces(B, size)), disable=not progress, desc="episodes")
     ]
     posterior = torch.cat([last for last, _ in parts])
     return posterior, {what: torch.cat([ranks[what] for _, ranks in parts]) for what in times}
@@ -232,12 +233,10 @@ def _draws_at_once(recursion: Recursion, M: int) -> int:
     """In how many episodes M draws fit in memory, for all contexts, if all are due at the same time."""
     sizes = [leaf.shape.numel() for _, leaf in leaves(recursion.signature.state)]
     sizes += [site.shape.numel() for site in recursion.signature.observations.values()]
-    return max(1, int(COMPONENTS_AT_ONCE // (recursion.model.num_contexts * M * max(sum(sizes), 1))))
+    return how_many_fit(COMPONENTS_AT_ONCE, recursion.model.num_contexts * M * max(sum(sizes), 1))
 
 
 def _draw_contexts(posterior: Tensor, num_draws: int) -> Tensor:
     """Contexts `[B, M]` from distributions `[B, C]`; one of probability 0 never comes."""
-    total = posterior.cumsum(-1)
     u = torch.rand(len(posterior), num_draws, dtype=posterior.dtype, device=posterior.device)
-    found = torch.searchsorted(total / total[:, -1:], u, right=True)
-    return found.clamp(max=posterior.shape[1] - 1)
+    return inverse_cdf(posterior, u)
