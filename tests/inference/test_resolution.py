@@ -168,13 +168,13 @@ class Corner(Drift):
 @pytest.mark.parametrize("sensor", [0.05, 0.5])
 def test_a_sensor_with_kink_and_jump_against_quadrature(sensor):
     model = Corner(0.4, sensor)
-    episodes = simulate(model, RandomPolicy(1), 6, contexts="balanced", seed=0)
+    episodes = simulate(model, RandomPolicy(1), 3, contexts="balanced", seed=0)
     h = 0.005
     x = np.arange(-1800, 1800) * h + h / 2  # the jump is between two points
-    z, expected = episodes.observations["z"].double().numpy(), np.zeros((6, 2))
+    z, expected = episodes.observations["z"].double().numpy(), np.zeros((3, 2))
     reach = np.arange(-700, 701) * h  # nearly nine standard deviations
     kernel = stats.norm.pdf(reach, 0, model.process) * h
-    for b in range(6):
+    for b in range(3):
         for c in range(2):
             p = stats.norm.pdf(x, 0, model.start)
             for t in range(model.horizon):
@@ -272,7 +272,7 @@ def sum_of(z: float, model: Sum, **settings: float) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "reach", "fine", "cut"),
-    [((1.0,), 8.5, 8.5, (9.3, 9.6, 10.0, 11.0)), ((1.0, 0.2), 6.0, 6.0, (6.8, 7.2, 7.6, 9.0))],
+    [((1.0,), 8.5, 8.5, (9.3, 10.0, 11.0)), ((1.0, 0.2), 6.0, 6.0, (6.8, 9.0))],
 )
 def test_where_tails_that_were_cut_matter_it_is_refused(scales, reach, fine, cut):
     model = Sum(*scales)

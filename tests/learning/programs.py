@@ -188,7 +188,7 @@ class Gauge(Walk):
 class Cart(CPOMDP):
     """Place, speed and grip; wheels slip at times, and the push is lost. Speed is not seen."""
 
-    contexts, actions, horizon = 2, 2, 10
+    contexts, actions, horizon = 2, 2, 6
 
     def __init__(self, slip=0.3, push=1.0, variance=0.2):
         super().__init__()
