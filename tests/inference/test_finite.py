@@ -16,7 +16,7 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from tests.programs import Noting, Walk
+from tests.programs import Walk
 
 M = 3  # values of the categorical observation
 
@@ -329,45 +329,6 @@ def test_refuses_what_is_not_finite(model, reason):
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.slow
-def test_permuted_contexts_and_episodes_give_permuted_results():
-    episodes = simulate(ContextualTiger(), RandomPolicy(3), 30, seed=3)
-
-    class Permuted(ContextualTiger):
-        def observation(self, state, action, context):
-            super().observation(state, action, torch.tensor([2, 0, 1])[context])
-
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
-    found = ObservableOperator().run(ContextualTiger(), episodes)
-    permuted = ObservableOperator().run(Permuted(), episodes[order])
-    for name in ("log_likelihood", "increments", "expected_reward", "state_mean"):
-        expected = getattr(found, name)[order][..., [2, 0, 1]]
-        assert torch.allclose(getattr(permuted, name), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_steps_past_the_end_change_nothing():
-    model = ContextualTiger()
-    episodes = simulate(model, RandomPolicy(3), 12, seed=3)
-    lengths = torch.arange(12) % model.horizon + 1
-    ragged = ObservableOperator().run(model, episodes.truncated(lengths))
-    smoothed = ObservableOperator().smooth(model, episodes.truncated(lengths))
-    for b, length in enumerate(lengths.tolist()):
-        alone = episodes[b : b + 1]
-        short = Episodes(
-            alone.actions[:, :length],
-            {site: value[:, :length] for site, value in alone.observations.items()},
-            {site: value[:, :length] for site, value in alone.observed.items()},
-        )
-        expected = ObservableOperator().run(model, short)
-        assert torch.allclose(ragged.log_likelihood[b], expected.log_likelihood[0], rtol=0, atol=1e-12)
-        assert torch.equal(ragged.increments[b, length:], torch.zeros(model.horizon - length, 3).double())
-        expected = ObservableOperator().smooth(model, short).probabilities[0]
-        assert torch.allclose(smoothed.probabilities[b, : length + 1], expected, rtol=0, atol=1e-12)
-        last = expected[-1:].expand(model.horizon - length + 1, -1, -1)
-        assert torch.equal(smoothed.probabilities[b, length:], last)
-
-
 class Improper(Slippery):
     """Probabilities and rates that are none."""
 
@@ -396,24 +357,3 @@ def test_parameters_that_make_no_sense(program, site, value):
     episodes = Episodes(torch.tensor([[0]]), {"z": torch.tensor([[0.0]])}, {"z": torch.tensor([[True]])})
     with pytest.raises(DensityError, match=f"{program}: site '{site}' .* = {value}"):
         ObservableOperator().run(Improper(program, value), episodes)
-
-
-class Noted(Noting, Random):
-    pass
-
-
-def test_deterministic_sites_are_no_sites():
-    settings = (0, 2, 3, 2, 4)
-    episodes = simulate(Random(*settings), RandomPolicy(2), 5, seed=0)
-    found, expected = (ObservableOperator().run(model(*settings), episodes) for model in (Noted, Random))
-    assert torch.equal(found.log_likelihood, expected.log_likelihood)
-
-
-def test_smoothing_in_chunks_agrees(monkeypatch):
-    model = ContextualTiger()
-    episodes = simulate(model, RandomPolicy(model.num_actions), 7, seed=0)
-    whole = ObservableOperator().smooth(model, episodes)
-    monkeypatch.setattr("cpomdp_ppl.inference.finite.MEMORY", 1)
-    chunks = ObservableOperator().smooth(model, episodes)
-    assert torch.allclose(whole.probabilities, chunks.probabilities, rtol=0, atol=1e-12)
-    assert torch.allclose(whole.state_mean, chunks.state_mean, rtol=0, atol=1e-12)

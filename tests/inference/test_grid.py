@@ -16,7 +16,7 @@ from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.cells import CellGrid
 from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from tests.programs import EyesOpen, Noting, Plates, Walk
+from tests.programs import EyesOpen, Plates, Walk
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "light_dark_dev.npz"
 
@@ -285,50 +285,6 @@ def test_bounds_that_are_too_tight_are_named():
         GridFilter(bounds=((-5, 5), (-5, 5))).run(LightDark(), episodes)
 
 
-@pytest.mark.slow
-def test_permuted_contexts_and_episodes_give_permuted_results():
-    episodes = simulate(LightDark(), RandomPolicy(3), 12, seed=3)
-
-    class Mirrored(LightDark):
-        def observation(self, state, action, context):
-            super().observation(state, action, 1 - context)
-
-        def reward(self, state, action, context):
-            return super().reward(state, action, 1 - context)
-
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    backend = GridFilter(400)
-    found, permuted = backend.run(LightDark(), episodes), backend.run(Mirrored(), episodes[order])
-    for name in ("log_likelihood", "increments", "expected_reward", "state_mean"):
-        expected = getattr(found, name)[order].flip(-1)
-        assert torch.allclose(getattr(permuted, name), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_steps_past_the_end_change_nothing():
-    model, backend = LightDark(), GridFilter(200)
-    episodes = simulate(model, RandomPolicy(3), 6, seed=3)
-    lengths = torch.tensor([1, 4, 8, 12, 19, 20])
-    ragged, whole = backend.run(model, episodes.truncated(lengths)), backend.run(model, episodes)
-    for b, length in enumerate(lengths.tolist()):
-        assert torch.allclose(ragged.increments[b, :length], whole.increments[b, :length], rtol=0, atol=1e-12)
-        assert not ragged.increments[b, length:].any()
-        assert not ragged.expected_reward[b, length:].any()
-        last = whole.state_mean[b, length].expand(20 - length + 1, -1)
-        assert torch.allclose(ragged.state_mean[b, length:], last, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_memory_is_bounded_and_chunks_agree(monkeypatch):
-    model = LightDark()
-    episodes = simulate(model, RandomPolicy(3), 30, seed=3)
-    whole = GridFilter(200).run(model, episodes)
-    monkeypatch.setattr("cpomdp_ppl.inference.grid.MEMORY", 8 * 2 * 400 * 7)
-    assert GridFilter(200).episodes_at_once(model, GridFilter(200).recursion(model)) < 15
-    chunks = GridFilter(200).run(model, episodes)
-    assert torch.allclose(whole.log_likelihood, chunks.log_likelihood, rtol=0, atol=1e-12)
-
-
 class Outlier(CPOMDP):
     """One step of a walk, seen with some noise."""
 
@@ -400,15 +356,6 @@ def test_plain_tensors_are_made_double():
     found = GridFilter(400).run(model, once(1.0)).log_likelihood.item()
     assert found == pytest.approx(-0.5 * (0.75**2 / 0.5 + np.log(2 * np.pi * 0.5)), abs=1e-5)
     assert model.half.dtype == model.several[0].dtype == model.named["sd"].dtype == torch.float32
-
-
-class Noted(Noting, Outlier):
-    pass
-
-
-def test_deterministic_sites_are_no_sites():
-    found, expected = (GridFilter(400).run(model(1.0), once(0.5)) for model in (Noted, Outlier))
-    assert torch.equal(found.log_likelihood, expected.log_likelihood)
 
 
 class Negative(Outlier):

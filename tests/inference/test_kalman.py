@@ -19,7 +19,7 @@ from cpomdp_ppl.inference.quasirandom import normal_points
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
-from tests.programs import EyesOpen, Learnable, Noting, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Walk
 
 FILTERS = {
     "ekf": ExtendedKalmanFilter(),
@@ -228,28 +228,6 @@ def test_smoothers_give_the_posterior_of_the_joint_gaussian(backend, seed):
             means, covariances = joint_posterior(model.m0[c].numpy(), model.L0[c].numpy(), rounds)
             close(mean[b, : n + 1, c], means, 1e-7)
             close(variance[b, : n + 1, c], np.diagonal(covariances, 0, 1, 2), 1e-7)
-
-
-@pytest.mark.parametrize("seed", [1, 7])
-def test_permutations_and_single_episodes(backend, seed):
-    model = LinearGaussian(seed)
-    episodes = ragged(model, seed)
-    result = backend.run(model, episodes)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    close(backend.run(model, episodes[order]).increments, result.increments[order], 1e-10)
-    for b in range(len(episodes)):
-        one = backend.run(model, episodes[b])
-        close(one.increments[0], result.increments[b], 1e-10)
-        close(one.expected_reward[0], result.expected_reward[b], 1e-10)
-
-    swapped, order = LinearGaussian(seed), list(reversed(range(model.contexts)))
-    for name in ("m0", "L0", "A", "L", "G", "g", "LR", "F", "f", "sF", "w"):
-        setattr(swapped, name, getattr(model, name)[order])
-    permuted = backend.run(swapped, episodes)
-    close(permuted.increments, result.increments[..., order], 1e-10)
-    smoothed = as_vectors(model, backend.smooth(model, episodes).state_mean)
-    permuted = as_vectors(model, backend.smooth(swapped, episodes).state_mean)
-    close(permuted, smoothed[:, :, order], 1e-10)
 
 
 def test_single_precision_agrees_with_double(backend):
@@ -636,16 +614,6 @@ def test_square_roots_of_singular_matrices():
     assert bool(square_root(torch.full((2, 2), torch.nan)).isnan().any())
 
 
-class Noted(Noting, Walk):
-    pass
-
-
-def test_deterministic_sites_are_no_sites(backend):
-    episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
-    found, expected = backend.run(Noted(), episodes), backend.run(Walk(), episodes)
-    assert torch.equal(found.log_likelihood, expected.log_likelihood)
-
-
 class Scales(Walk):
     def __init__(self, program, scale):
         super().__init__()
@@ -696,19 +664,6 @@ def test_programs_that_return_something_else(backend, model, message):
     episodes = simulate(Walk(), RandomPolicy(2), 3, seed=0)
     with pytest.raises(ModelError, match=message):
         backend.run(model(), episodes)
-
-
-def test_smoothing_in_chunks_agrees(backend, monkeypatch):
-    model = LinearGaussian(2)
-    episodes = ragged(model, 2)
-    whole = backend.smooth(model, episodes)
-    monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
-    chunks = backend.smooth(model, episodes)
-    for name in ("state_mean", "state_variance"):
-        for (_, one), (_, other) in zip(
-            leaves(getattr(whole, name)), leaves(getattr(chunks, name)), strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 class Gated(Walk):
