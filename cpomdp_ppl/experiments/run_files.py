@@ -21,7 +21,7 @@ RHAT = "rhat.csv"
 CALIBRATION = "calibration.json"
 """Whether the truth looks like a draw from the posteriors."""
 
-LIVED = "algorithm_1"
+ALGORITHM1 = "algorithm_1"
 """Episode after episode in the same context: `.csv`, `.nc` and a figure of this name."""
 
 GOOD_RHAT = 1.01

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpomdp_ppl.experiments.run_files import LIVED
+from cpomdp_ppl.experiments.run_files import ALGORITHM1
 from cpomdp_ppl.experiments.run_folder import RunFolderError
 from cpomdp_ppl.report.rounding import significant
 
@@ -33,7 +33,7 @@ COLUMNS = {
 
 def episode_table(folder: RunFolder) -> dict[str, Any] | None:
     """A row for each episode: means over the runs that played it; beliefs are means over all runs."""
-    file = f"{LIVED}.csv"
+    file = f"{ALGORITHM1}.csv"
     if not folder.has(file):
         return None
     columns = folder.read_table(file)

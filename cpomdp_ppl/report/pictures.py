@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.experiments.run_files import LIVED
+from cpomdp_ppl.experiments.run_files import ALGORITHM1
 from cpomdp_ppl.experiments.run_folder import FIGURES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ KNOWN = {
         "How often contexts were true, by how likely they were held; and the rank of the truth among draws "
         "from the belief, which is uniform if the filter is right.",
     ),
-    LIVED: (
+    ALGORITHM1: (
         "algorithm1",
         "On the left, the mean over runs, with a band of two standard errors either side if there are "
         "several and all played to the end; on the right, single runs (thin) and their mean (thick).",
