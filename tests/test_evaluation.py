@@ -100,18 +100,6 @@ def test_noise_is_paired_whatever_the_policy_draws():
     assert one.returns == two.returns
 
 
-@pytest.mark.slow
-def test_workers_make_no_difference():
-    model = LineGrid()
-    plan = solve(tables(model), model.horizon)
-    one, two = (
-        evaluate(model, plan, 90, prior=[0.98, 0.02], batch_size=25, workers=workers, seed=1).as_dict()
-        for workers in (1, 2)
-    )
-    del one["seconds_per_decision"], two["seconds_per_decision"]
-    assert one == two
-
-
 def test_a_table_of_policies():
     model = LineGrid()
     policies = {"random": RandomPolicy(3), "left": fixed_actions(*[0] * 10)}
