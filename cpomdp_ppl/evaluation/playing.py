@@ -121,7 +121,10 @@ def evaluate(
     """
     require_model(model)
     require_workers(workers)
-    numbers = _episodes_by_name(policy, num_episodes) if isinstance(policy, Mapping) else {}
+    if isinstance(policy, Mapping):
+        policies, numbers = policy, _episodes_by_name(policy, num_episodes)
+    else:
+        policies, numbers = {"": policy}, {"": require_count("num_episodes", num_episodes)}
     with warnings.catch_warnings():  # what is imported on the way adds filters of its own
         judge = Judge(
             model=model,
@@ -134,9 +137,8 @@ def evaluate(
             seed=fresh_seed(seed),
             follow=follow_by(model, likelihood),
         )
-        if not isinstance(policy, Mapping):
-            return judge.evaluate(policy, require_count("num_episodes", num_episodes))
-        return Comparison({name: judge.evaluate(each, numbers[name]) for name, each in policy.items()}, {})
+        found = {name: judge.evaluate(each, numbers[name]) for name, each in policies.items()}
+    return Comparison(found, {}) if policies is policy else found[""]
 
 
 def compare(
