@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baselines import rdpg
+from baselines.pft import PFT
+from baselines.qmdp import QMDP
+from baselines.simple import Always, MostLikelyContext, ThompsonSampling
 from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
-    from baselines.simple import Always
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
 
@@ -18,8 +21,6 @@ TRIALS = 500
 
 def best_repeated(model: CPOMDP, seed: int) -> list[Always]:
     """For each context, the action that earns most there if nothing else is ever done."""
-    from baselines.simple import Always
-
     always = [Always(model, action) for action in range(model.num_actions)]
     best = []
     for c in range(model.num_contexts):
@@ -30,53 +31,16 @@ def best_repeated(model: CPOMDP, seed: int) -> list[Always]:
     return best
 
 
-def _likeliest(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines.simple import MostLikelyContext
-
-    return MostLikelyContext(model, best_repeated(model, budget.seed))
-
-
-def _thompson(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines.simple import ThompsonSampling
-
-    return ThompsonSampling(model, best_repeated(model, budget.seed))
-
-
-def _qmdp(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import qmdp
-
-    return qmdp.QMDP(model, seed=budget.seed)
-
-
-def _pft(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import pft
-
-    return pft.PFT(model, budget.simulations, seed=budget.seed)
-
-
-def _ipft(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import pft
-
-    return pft.PFT(model, budget.simulations, temperature=1.0, seed=budget.seed)
-
-
 def _pouct(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import pomcp
+    from baselines.pomcp import POUCT
 
-    return pomcp.POUCT(model, budget.simulations, rollout="commitment", seed=budget.seed)
+    return POUCT(model, budget.simulations, rollout="commitment", seed=budget.seed)
 
 
 def _pomcp(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import pomcp
+    from baselines.pomcp import POMCP
 
-    return pomcp.POMCP(model, budget.simulations, seed=budget.seed)
-
-
-def _rdpg(model: CPOMDP, budget: Budget) -> Policy:
-    from baselines import rdpg
-
-    learned = rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress)
-    return learned.policy
+    return POMCP(model, budget.simulations, seed=budget.seed)
 
 
 def _recurrent_ppo(model: CPOMDP, budget: Budget) -> Policy:
@@ -86,15 +50,21 @@ def _recurrent_ppo(model: CPOMDP, budget: Budget) -> Policy:
     return learned.policy
 
 
+def _rdpg(model: CPOMDP, budget: Budget) -> Policy:
+    return rdpg.fit(model, budget.training_episodes, seed=budget.seed, progress=budget.progress).policy
+
+
 POLICIES = {
-    "likeliest": Recipe(_likeliest),
-    "thompson": Recipe(_thompson),
-    "qmdp": Recipe(_qmdp),
-    "pft": Recipe(_pft, plans=True),
-    "ipft": Recipe(_ipft, plans=True),
+    "likeliest": Recipe(lambda model, budget: MostLikelyContext(model, best_repeated(model, budget.seed))),
+    "thompson": Recipe(lambda model, budget: ThompsonSampling(model, best_repeated(model, budget.seed))),
+    "qmdp": Recipe(lambda model, budget: QMDP(model, seed=budget.seed)),
+    "pft": Recipe(lambda model, budget: PFT(model, budget.simulations, seed=budget.seed), plans=True),
+    "ipft": Recipe(
+        lambda model, budget: PFT(model, budget.simulations, temperature=1.0, seed=budget.seed), plans=True
+    ),
     "pouct": Recipe(_pouct, plans=True, extra="pomcp"),
     "pomcp": Recipe(_pomcp, plans=True, extra="pomcp"),
     "rdpg": Recipe(_rdpg, learns=True),
     "recurrent_ppo": Recipe(_recurrent_ppo, learns=True, extra="rl"),
 }
-"""What the command line can compare."""
+"""Policies for the command line."""

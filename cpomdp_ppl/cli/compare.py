@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,33 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import Policy
 
 MEASURED = "comparison.json"
 """The file with everything that was measured, which a comparison that was stopped goes on with."""
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A policy that takes part.
-
-    Attributes:
-        policy: The policy, or how it is made.
-        sha256: Hash of the solution, or of the user's code, to tell it from an earlier one; None for others.
-    """
-
-    policy: Policy | Recipe
-    sha256: str | None
-
-    @property
-    def learns(self) -> bool:
-        """Whether making the policy means learning."""
-        return isinstance(self.policy, Recipe) and self.policy.learns
-
-    @property
-    def plans(self) -> bool:
-        """Whether the policy takes its time for each decision."""
-        return isinstance(self.policy, Recipe) and self.policy.plans
 
 
 def compare(options: Namespace) -> int:
@@ -79,9 +54,9 @@ def compare(options: Namespace) -> int:
     model = spec.build()
     folders = {name: RunFolder.open(place, unfinished=options.unfinished) for name, place in places.items()}
     solutions = {name: load_solution(folder, model) for name, folder in folders.items()}
-    contestants = {name: Contestant(each, code_hash(name)) for name, each in recipes.items()}
-    for name, solution in solutions.items():
-        contestants[name] = Contestant(solution.policy, solution_hash(folders[name]))
+    contestants = recipes | {name: Recipe.of(solution.policy) for name, solution in solutions.items()}
+    hashes = {name: code_hash(name) for name in recipes}
+    hashes |= {name: solution_hash(folder) for name, folder in folders.items()}
     prior = common_prior(solutions) if options.prior is None else options.prior
     settings = {
         "policies": list(recipes),
@@ -96,7 +71,7 @@ def compare(options: Namespace) -> int:
     }
     results = Results.at(options, "compare", spec, settings)
     with results.kept():
-        comparison = _measure(options, results, model, contestants, prior)
+        comparison = _measure(options, results, model, contestants, hashes, prior)
         results.folder.write_table(COMPARISON, columns(comparison))
         likelihoods = {evaluation.likelihood for evaluation in comparison.evaluations.values()}
         results.finish(likelihood=", ".join(sorted(likelihoods)), prior=model.prior().tolist())
@@ -118,57 +93,44 @@ def _measure(
     options: Namespace,
     results: Results,
     model: CPOMDP,
-    contestants: Mapping[str, Contestant],
+    contestants: Mapping[str, Recipe],
+    hashes: Mapping[str, str | None],
     prior: Sequence[float] | None,
 ) -> Comparison:
-    """Evaluate all who were not evaluated before, and note each as soon as it is done."""
+    """Evaluate all who were not evaluated before or have changed since, and note each when it is done."""
     folder = results.folder
     measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
     for name, contestant in contestants.items():
         if name in measured:
-            if measured[name].get("solution_sha256") == contestant.sha256:
+            if measured[name].get("solution_sha256") == hashes[name]:
                 note(options, f"{name}: measured before")
                 continue
-            what = "its code" if isinstance(contestant.policy, Recipe) else "the solution"
+            what = "its code" if is_users_own(name) else "the solution"
             note(options, f"{name}: {what} has changed, and is measured again")
-        measured[name] = _evaluated(options, name, contestant, model, prior, results.seed)
-        folder.write_json(MEASURED, measured)
-        note(options, f"{name}: return {Evaluation.from_dict(measured[name]['evaluation']).returns}")
-    evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
-    seconds = {name: each["training_seconds"] for name, each in measured.items()}
-    return Comparison(evaluations, {name: each for name, each in seconds.items() if each is not None})
-
-
-def _evaluated(
-    options: Namespace,
-    name: str,
-    contestant: Contestant,
-    model: CPOMDP,
-    prior: Sequence[float] | None,
-    seed: int,
-) -> dict[str, Any]:
-    """Make a policy and evaluate it: its entry in the file of what was measured."""
-    progress = progress_of(options, f"{name}: ")
-    policy, seconds = contestant.policy, None
-    if isinstance(policy, Recipe):
         note(options, f"{name}: {'learning' if contestant.learns else 'playing'} …")
+        progress = progress_of(options, f"{name}: ")
         began = time.perf_counter()
-        policy = policy.made(name, model, Budget.of(options, seed, progress))
+        policy = contestant.made(name, model, Budget.of(options, results.seed, progress))
         seconds = time.perf_counter() - began if contestant.learns else None
-    evaluation = evaluate(
-        model,
-        policy,
-        options.planned_episodes if contestant.plans else options.num_episodes,
-        likelihood=options.likelihood,
-        prior=prior,
-        progress=progress,
-        seed=seed,
-    )
-    return {
-        "evaluation": evaluation.as_dict(),
-        "training_seconds": seconds,
-        "solution_sha256": contestant.sha256,
-    }
+        evaluation = evaluate(
+            model,
+            policy,
+            options.planned_episodes if contestant.plans else options.num_episodes,
+            likelihood=options.likelihood,
+            prior=prior,
+            progress=progress,
+            seed=results.seed,
+        )
+        measured[name] = {
+            "evaluation": evaluation.as_dict(),
+            "training_seconds": seconds,
+            "solution_sha256": hashes[name],
+        }
+        folder.write_json(MEASURED, measured)
+        note(options, f"{name}: return {evaluation.returns}")
+    evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
+    training = {name: each["training_seconds"] for name, each in measured.items()}
+    return Comparison(evaluations, {name: each for name, each in training.items() if each is not None})
 
 
 def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:

@@ -63,6 +63,11 @@ class Recipe:
     plans: bool = False
     extra: str | None = None
 
+    @staticmethod
+    def of(policy: Policy) -> Recipe:
+        """A recipe for a policy that is there already."""
+        return Recipe(lambda model, budget: policy)
+
     def made(self, name: str, model: CPOMDP, budget: Budget) -> Policy:
         """Make the policy.
 
@@ -122,14 +127,13 @@ def _users_own(spec: str) -> Recipe:
     if isinstance(found, Recipe):
         return found
     try:
-        policy = as_policy(found)
+        return Recipe.of(as_policy(found))
     except ValueError as error:
         what = f"the class {name}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise CommandError(
             f"{spec} is {what}, but expected a function of a History, an object with `start` and `act`, or "
             "a Recipe"
         ) from error
-    return Recipe(lambda model, budget: policy)
 
 
 RANDOM = Recipe(lambda model, budget: RandomPolicy(model.num_actions))
