@@ -5,15 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
@@ -21,14 +17,13 @@ import torch.distributed
 from torch import nn
 
 from cpomdp_command import main
-from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LightDark, LineGrid
 from solvers import cids, commands
 from solvers.cids import experience
 from solvers.cids.estimator import ActorCritic
-from solvers.cids.group import alone, process_group, single_process
+from solvers.cids.group import alone, joined, process_group, single_process
 from solvers.cids.objective import Information
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +31,6 @@ pytestmark = pytest.mark.skipif(
     reason="torch has no gloo here",
 )
 
-ROOT = Path(__file__).parents[3]
 SIZE = 2
 SMALL = 5  # episodes in a shard
 SHORT = dict(iterations=5, batch_size=23, seed=3, progress=False)
@@ -76,7 +70,6 @@ class Scaled(ActorCritic):
 
 CASES = {
     "critic": lambda rank: (LineGrid(), dict(likelihood="exact")),
-    "Light-Dark, Kalman": lambda rank: (LightDark(6), dict(likelihood="ekf")),
     "as printed": lambda rank: (LightDark(6), dict(likelihood="ekf", objective="variational")),
     "amortised, particles": lambda rank: (
         LineGrid(),
@@ -126,6 +119,19 @@ def assert_same(one, other, tolerance=0.0):
                 torch.testing.assert_close(
                     values, other[part][name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=name
                 )
+
+
+class Mortal(ObservableOperator):
+    """A backend whose second process is killed at its seventh shard, that is, in the third iteration."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def run(self, *arguments, **settings):
+        self.calls += 1
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and self.calls == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(*arguments, **settings)
 
 
 class Dying(ObservableOperator):
@@ -219,30 +225,41 @@ def everything(rank, place):
     resolve = dict(iterations=1, batch_size=8)
     run = cids.run(grid, 0, 2, solution=Table(grid), **exact, resolve=resolve, seed=rank, progress=False)
     found["run"] = run.posteriors
+    words = ["fit", "cpomdp_ppl.models:LineGrid", "horizon=4", "--batch-size=23", "--quiet"]
+    found["command"] = main([*words, "--iterations=2", "--folder", str(place / "command")])
+    (place / "0.txt").write_text("not a folder")
+    found["misspelt"] = main([*words, "--folder", str(place / "0.txt")])
     return found
 
 
-def member(rank, place):
-    """One process of a group: does its work, and writes down what came of it."""
+def member(rank, place, environment):
+    """One process of a group, as torchrun starts it: writes down what came of everything, and is killed."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place / 'rendezvous'}",
-        rank=rank,
-        world_size=SIZE,
-        timeout=timedelta(seconds=60),
-    )
-    torch.save(everything(rank, place), place / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    os.environ.update(environment, RANK=str(rank))
+    with joined():
+        found = everything(rank, place)
+        torch.save(found, place / f"{rank}.pt")
+        found["killed"] = refused(
+            LineGrid(), likelihood=Mortal(), checkpoint=place / "mortal", checkpoint_every=1
+        )
+        torch.save(found, place / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each of two processes made of everything, and where they did it."""
     place = tmp_path_factory.mktemp("group")
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(SIZE),
+        "LOCAL_WORLD_SIZE": str(SIZE),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["solvers.cids", "cpomdp_ppl.cli", "cpomdp_ppl.models"])
-    processes = [context.Process(target=member, args=(rank, place)) for rank in range(SIZE)]
+    context.set_forkserver_preload(["solvers.cids", "cpomdp_command", "cpomdp_ppl.models"])
+    processes = [context.Process(target=member, args=(rank, place, environment)) for rank in range(SIZE)]
     for process in processes:
         process.start()
     for process in processes:
@@ -350,6 +367,25 @@ def test_a_fit_that_was_stopped_goes_on_to_the_very_same_end(found, monkeypatch)
     assert_same(rest, first["critic"])
 
 
+def test_a_process_that_is_killed_ends_all_and_nothing_is_lost(found, monkeypatch):
+    place, (first, _) = found
+    assert first["killed"].startswith("ProcessFailedError: another process failed, or is gone: ")
+    told = []
+    kept = dict(checkpoint=place / "mortal", callbacks=[lambda k, *_: told.append(k)])
+    rest = by_one(monkeypatch, LineGrid(), likelihood=Mortal(), **kept)
+    assert told == [3, 4, 5]
+    assert_same(rest, first["critic"], tolerance=1e-5)
+
+
+def test_the_command_line_of_several_processes(found):
+    place, (first, second) = found
+    assert (first["command"], second["command"]) == (0, 0)
+    kept = cids.load(place / "command", LineGrid(horizon=4))
+    assert kept.finished
+    assert kept.history.sizes["iteration"] == 2
+    assert (first["misspelt"], second["misspelt"]) == (2, 2)
+
+
 def test_fits_of_one_process_in_a_group(found, monkeypatch):
     _, (first, second) = found
     settings = dict(likelihood="exact", iterations=1)
@@ -367,24 +403,20 @@ def test_fits_of_one_process_in_a_group(found, monkeypatch):
 class ByShard(ObservableOperator):
     """A backend that may draw, as far as anybody knows."""
 
-    calls = 0
 
-    def run(self, *arguments, **settings):
-        type(self).calls += 1
-        return super().run(*arguments, **settings)
-
-
-class AtOnce(ByShard):
+class AtOnce(ObservableOperator):
     """The same, but it says that it does not."""
 
     draws = False
 
 
 def test_shards_are_filtered_at_once_where_nothing_is_drawn(monkeypatch):
+    real, calls = ObservableOperator.run, []
+    monkeypatch.setattr(ObservableOperator, "run", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     by_shard = by_one(monkeypatch, LineGrid(), likelihood=ByShard())
-    at_once = by_one(monkeypatch, LineGrid(), likelihood=AtOnce())
-    assert_same(at_once, by_shard)
-    assert (ByShard.calls, AtOnce.calls) == (5 * 5, 5 * 1 + 5 * 5)  # counted on from what the first had
+    assert len(calls) == 5 * 5
+    assert_same(by_one(monkeypatch, LineGrid(), likelihood=AtOnce()), by_shard)
+    assert len(calls) == 5 * 5 + 5
 
 
 @pytest.mark.parametrize(
@@ -396,66 +428,6 @@ def test_shards_make_up_the_batch(batch_size, sizes):
     assert [row for part in parts for row in range(batch_size)[part.rows]] == list(range(batch_size))
     assert len({part.seed(7) for part in parts}) == len(parts)
     assert parts[0].seed(7) == 7
-
-
-MODEL = """
-import os, shutil, signal
-from pathlib import Path
-from cpomdp_ppl.models import LineGrid
-
-class Deadly(LineGrid):
-    def initial(self, context):
-        # The second process is killed as soon as there is a checkpoint to go on from.
-        once = os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        checkpoint = Path("two/checkpoint/checkpoint.pt")
-        if once and checkpoint.exists():
-            shutil.copy(checkpoint, "before.pt")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().initial(context)
-"""
-
-
-def test_torchrun_restarts_after_a_process_was_killed_and_nothing_is_lost(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("deadly.py").write_text(MODEL)
-    command = ["fit", "deadly.py:Deadly", "--likelihood", "exact", "--batch-size", "301", "--seed", "1"]
-    command += ["--iterations", "8", "--checkpoint-every", "2", "--folder"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, "--max-restarts=1", "-m", "cpomdp_ppl", *command, "two"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr
-    assert done.stdout.count("8 iterations; over the last 8") == 1
-    model = ModelSpec.of(["deadly.py:Deadly"]).build()
-    one = cids.fit(model, likelihood="exact", batch_size=301, seed=1, iterations=8, progress=False)
-    two = cids.load("two/solution", model)
-    assert two.settings == one.settings
-    assert two.finished
-    for name in ("return", "objective", "gradient_norm", "information_lower"):
-        np.testing.assert_allclose(two.history[name], one.history[name], rtol=1e-5, atol=1e-5)
-    theirs, ours = two.policy.state_dict(), one.policy.state_dict()
-    for name in ours:
-        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-5, atol=1e-5, msg=name)
-    # The time that iterations took is not the same twice: those before the restart were not done again.
-    before = torch.load("before.pt", weights_only=True)["measured"]["seconds_rollout"].numpy()
-    assert np.array_equal(two.history["seconds_rollout"][: len(before)], before)
-    assert 2 <= len(before) < 8
-    assert [path.name for path in Path.cwd().iterdir() if (path / "run.json").exists()] == ["two"]
-
-
-def test_more_processes_than_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    assert main(["fit", "cpomdp_ppl.models:LineGrid", "--quiet"]) == 2
-    assert "LOCAL_RANK: expected less than the number of GPUs, 2" in capsys.readouterr().err
 
 
 def test_the_command_that_goes_on_is_torchruns(monkeypatch):
