@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,19 +16,16 @@ import torch.distributed
 
 from cpomdp_ppl.cli.model import ModelSpec
 from solvers import cids
-from tests.abuse.effort import FACTOR, TRIED, times
+from tests.abuse.effort import TRIED, times
+from tests.children import environment, python
 
 pytestmark = [
     pytest.mark.skipif(
         not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
         reason="torch has no gloo here",
     ),
-    pytest.mark.skipif(
-        FACTOR == 1, reason="takes long: see CPOMDP_ABUSE, and tests/solvers/test_distributed.py"
-    ),
+    pytest.mark.long,
 ]
-
-ROOT = Path(__file__).parent.parent.parent
 
 MODEL = """
 import os
@@ -77,12 +73,11 @@ def fit_with_kills(folder: str, rng: np.random.Generator) -> None:
     for file in Path().glob("process-*"):
         file.unlink()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in FIT.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command += [f"--max-restarts={KILLS}", "-m", "cpomdp_ppl", "fit", "slow.py:Slow", *settings]
     command += ["--checkpoint-every=5", "--folder", folder]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with Path(f"{folder}.log").open("w") as log:
-        running = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        running = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
     killed: set[int] = set()
     try:
         while len(killed) < KILLS and running.poll() is None:

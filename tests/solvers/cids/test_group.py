@@ -26,10 +26,13 @@ from solvers.cids.estimator import ActorCritic
 from solvers.cids.group import alone, joined, process_group, single_process
 from solvers.cids.objective import Information
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="torch has no gloo here",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+        reason="torch has no gloo here",
+    ),
+]
 
 SIZE = 2
 SMALL = 5  # episodes in a shard

@@ -98,6 +98,7 @@ def drawn(model, policy, num_episodes, seed):
     return Batch.of(episodes, filtering, model.prior().double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("belief", [False, True])
 @pytest.mark.parametrize("baseline", ["none", "mean", "critic"])
 @pytest.mark.parametrize("name", ["information", "variational"])

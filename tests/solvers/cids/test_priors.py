@@ -143,6 +143,7 @@ def test_the_critic_of_a_policy_without_features_reads_the_prior():
     assert not torch.allclose(trunk(one), trunk(other))
 
 
+@pytest.mark.slow
 def test_an_amortised_policy_learns_to_go_by_the_prior():
     """Told where the light is, it walks there: a short fit is enough for that."""
     model = LightDark(horizon=6)

@@ -4,9 +4,8 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from cpomdp_command import main
 from cpomdp_ppl import CPOMDP, ModelError, simulate
+from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.inference import ParticleFilter
@@ -29,6 +30,7 @@ from solvers.cids.experience import Experience
 from solvers.cids.learner import DivergedError, Learner
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.schedules import Geometric
+from tests.children import environment, start_python, wait_for
 from tests.programs import Learnable, Needle
 from tests.solvers.truth import random_value, solve, tables
 
@@ -47,9 +49,15 @@ def same_history(one, other):
 
 
 @pytest.fixture(scope="module")
-def whole():
+def kept(tmp_path_factory):
+    """The checkpoint of a fit without a break."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def whole(kept):
     """A fit without a break."""
-    return cids.fit(LineGrid(), **SHORT)
+    return cids.fit(LineGrid(), **SHORT, checkpoint=kept)
 
 
 class Table(nn.Module):
@@ -67,6 +75,7 @@ class Table(nn.Module):
         return dist.Categorical(logits=logits.expand(history.num_episodes, -1)), None
 
 
+@pytest.mark.slow
 def test_the_line_grid_is_solved():
     """At least 97 % of the exact optimum, less three standard errors of the evaluation."""
     model = LineGrid()
@@ -77,6 +86,7 @@ def test_the_line_grid_is_solved():
     assert returns.mean < optimum + 4 * returns.standard_error
 
 
+@pytest.mark.slow
 def test_the_variational_objective_learns_too():
     model = LineGrid()
     settings = dict(likelihood="exact", iterations=100, learning_rate=5e-3, seed=0, progress=False)
@@ -98,10 +108,12 @@ def test_payoffs_that_do_not_vary_at_first_do_no_harm():
 
 def test_contexts_that_are_ruled_out_beforehand():
     solution = cids.fit(ContextualTiger(), **SHORT, prior=[0.5, 0.0, 0.5])
+    assert len(solution.plot(num_episodes=1).axes) == 3 + 2 * 2
     assert bool(np.isfinite(solution.history["information_lower"]).all())
     assert solution.evaluate(50).returns_by_context.keys() == {"both sharp", "right dull"}
 
 
+@pytest.mark.slow
 def test_every_model_can_be_fitted_with_defaults(model):
     solution = cids.fit(model, iterations=2, batch_size=10, seed=0, progress=False)
     assert solution.finished
@@ -121,19 +133,11 @@ def test_every_model_can_be_fitted_with_defaults(model):
     assert len(figure.axes) == 3 + 2 * model.num_contexts
 
 
-def test_the_same_seed_gives_the_same_policy_and_leaves_the_caller_alone():
-    torch.manual_seed(7)
-    np.random.seed(7)
-    pyro.get_param_store().clear()
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    one, two = (cids.fit(LineGrid(), **SHORT) for _ in range(2))
-    other = cids.fit(LineGrid(), **{**SHORT, "seed": 4})
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert np.array_equal(before[1], np.random.get_state()[1])
-    assert not list(pyro.get_param_store())
-    assert same_weights(one.policy, two.policy)
-    assert same_history(one.history, two.history)
-    assert not same_weights(one.policy, other.policy)
+def test_the_same_seed_gives_the_same_policy(whole):
+    same, other = (cids.fit(LineGrid(), **{**SHORT, "seed": seed}) for seed in (3, 4))
+    assert same_weights(whole.policy, same.policy)
+    assert same_history(whole.history, same.history)
+    assert not same_weights(whole.policy, other.policy)
 
 
 def test_learned_constants_and_dropout_stay_out_of_the_callers_sight():
@@ -191,6 +195,7 @@ def test_a_policy_of_the_users_own(estimator):
     assert float(policy.table.detach().abs().sum()) > 0
 
 
+@pytest.mark.slow
 def test_a_table_learns_not_to_walk_into_detectors():
     """Without memory it is best to stay away from both ends, which is worth 0; at random it is -4.6."""
     model = LineGrid()
@@ -261,33 +266,35 @@ def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(tmp_
     assert same_history(whole.history, rest.history)
 
 
-SCRIPT = """
-import sys, time
+STALLING = """
+import os, time
+from pathlib import Path
 from cpomdp_ppl.models import LineGrid
-from solvers import cids
 
-def wait(iteration, measured, policy):
-    if iteration == 3:
-        print("ready", flush=True)
-        time.sleep(60)
-
-cids.fit(LineGrid(), likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False,
-         checkpoint=sys.argv[1], checkpoint_every=1, callbacks=[wait])
+class Stalling(LineGrid):
+    def initial(self, context):
+        if "STALL" in os.environ and Path("run/checkpoint/checkpoint.pt").exists():
+            time.sleep(60)
+        return super().initial(context)
 """
 
 
-def test_a_killed_fit_goes_on_to_the_very_same_end(tmp_path, whole):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums by two may round differently
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as victim:
-        assert victim.stdout is not None
-        assert victim.stdout.readline().strip() == "ready"
+@pytest.mark.slow
+def test_a_killed_fit_is_evaluated_as_it_is_and_goes_on_to_the_very_same_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("stalling.py").write_text(STALLING)
+    words = ["fit", "stalling.py:Stalling", "--likelihood", "exact", "--batch-size", "20", "--seed", "3"]
+    words += ["--iterations", "6", "--checkpoint-every", "2", "--run", "run", "--quiet"]
+    with start_python("-m", "cpomdp_ppl", *words, env=environment(STALL="1")) as victim:
+        wait_for(Path("run/checkpoint/checkpoint.pt").exists, victim)
         victim.send_signal(signal.SIGKILL)
-    so_far = cids.load(tmp_path, LineGrid())
-    assert so_far.history.sizes["iteration"] == 2
+    model = ModelSpec.of(["stalling.py:Stalling"]).build()
+    so_far = cids.load("run", model)
     assert not so_far.finished
-    assert so_far.evaluate(10).returns.num_episodes == 10
-    rest = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
+    assert so_far.history.sizes["iteration"] == 2
+    assert main(["evaluate", "run", "--unfinished", "--num-episodes", "8", "--quiet"]) == 0
+    assert main(words) == 0
+    whole, rest = cids.fit(model, **SHORT), cids.load("run", model)
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
 
@@ -309,11 +316,10 @@ def test_ctrl_c_stops_and_carries_the_best_so_far(capsys):
     assert solution.evaluate(10).returns.num_episodes == 10
 
 
-def test_a_finished_fit_is_not_done_again(tmp_path):
-    first = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
-    again = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path, callbacks=[lambda *_: pytest.fail("again")])
+def test_a_finished_fit_is_not_done_again(whole, kept):
+    again = cids.fit(LineGrid(), **SHORT, checkpoint=kept, callbacks=[lambda *_: pytest.fail("again")])
     assert again.finished
-    assert same_weights(first.policy, again.policy)
+    assert same_weights(whole.policy, again.policy)
 
 
 def test_a_seed_left_out_is_the_checkpoints(tmp_path):
@@ -330,20 +336,14 @@ def test_a_seed_left_out_is_the_checkpoints(tmp_path):
         (dict(temperature=2.0), "temperature"),
         (dict(objective="variational"), "estimator|objective"),
         (dict(likelihood="smc"), "likelihood"),
+        (dict(model=LineGrid(penalty=30.0)), "penalty"),
+        (dict(model=ContextualTiger()), "made with model"),
     ],
 )
-def test_a_checkpoint_of_another_fit_is_refused(tmp_path, change, named):
-    cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
+@pytest.mark.usefixtures("whole")
+def test_a_checkpoint_of_another_fit_is_refused(kept, change, named):
     with pytest.raises(CheckpointError, match=named):
-        cids.fit(LineGrid(), **{**SHORT, **change}, checkpoint=tmp_path)
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="penalty"):
-        cids.fit(LineGrid(penalty=30.0), **SHORT, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="made with model"):
-        cids.fit(ContextualTiger(), **SHORT, checkpoint=tmp_path)
+        cids.fit(**{"model": LineGrid(), **SHORT, **change}, checkpoint=kept)
 
 
 def test_numpy_numbers_and_functions_can_be_resumed(tmp_path):
@@ -398,22 +398,21 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(one, two)
 
 
-def test_the_run_folder_of_a_fit_is_loaded(tmp_path):
+def test_the_run_folder_of_a_fit_is_loaded(tmp_path, whole, kept):
     """The solution in it, or the best so far of a fit that was stopped."""
     run = tmp_path / "runs" / "fit"
-    solution = cids.fit(LineGrid(), **SHORT, checkpoint=run / "checkpoint")
+    shutil.copytree(kept, run / "checkpoint")
     early = cids.load(run, LineGrid())
-    assert same_weights(solution.policy, early.policy)
-    solution.save(run / "solution")
+    assert same_weights(whole.policy, early.policy)
+    whole.save(run / "solution")
     assert cids.load(run, LineGrid()).settings == cids.load(run / "solution", LineGrid()).settings
     expected = "directory: expected a directory with solution.json, or the run folder of a fit, got .*runs$"
     with pytest.raises(ValueError, match=expected):
         cids.load(tmp_path / "runs", LineGrid())
 
 
-def test_loading_what_does_not_fit_is_refused(tmp_path):
-    solution = cids.fit(LineGrid(), **SHORT)
-    solution.save(tmp_path)
+def test_loading_what_does_not_fit_is_refused(tmp_path, whole):
+    whole.save(tmp_path)
     with pytest.raises(CheckpointError, match="accuracy"):
         cids.load(tmp_path, LineGrid(accuracy=0.9))
     with pytest.raises(CheckpointError, match=r"policy-[0-9a-f]+\.pt"):
@@ -438,21 +437,20 @@ def test_loading_what_does_not_fit_is_refused(tmp_path):
         cids.load(tmp_path, LineGrid())
 
 
-@pytest.mark.parametrize("where", ["class", "tensor", "tuple"])
-def test_other_constants_are_told_apart_wherever_they_are(tmp_path, where):
-    def model(gain):
+def test_other_constants_are_told_apart_wherever_they_are(tmp_path):
+    def model(of_class=1.0, of_tensor=1.0, of_tuple=1.0):
         class Gained(LineGrid):
-            factor = gain if where == "class" else 0.0
+            factor = of_class
 
         result = Gained()
-        given = {"class": float("nan"), "tensor": torch.tensor(gain), "tuple": (gain,)}
-        result.given = given[where]
+        result.nan, result.tensor, result.tuple = float("nan"), torch.tensor(of_tensor), (of_tuple,)
         return result
 
-    cids.fit(model(1.0), **SHORT).save(tmp_path)
-    cids.load(tmp_path, model(1.0))
-    with pytest.raises(CheckpointError, match="constants"):
-        cids.load(tmp_path, model(2.0))
+    cids.fit(model(), **SHORT).save(tmp_path)
+    cids.load(tmp_path, model())
+    for changed in ("of_class", "of_tensor", "of_tuple"):
+        with pytest.raises(CheckpointError, match="constants"):
+            cids.load(tmp_path, model(**{changed: 2.0}))
 
 
 def test_a_kind_of_lstm_is_not_taken_for_the_plain_one(tmp_path):
@@ -477,15 +475,6 @@ def test_a_policy_that_rules_actions_out_is_left_its_rules():
     solution = cids.fit(model, **SHORT, policy=Never(model))
     assert 2 not in simulate(model, solution.policy, 200, seed=0).actions
     assert float(solution.history["entropy"].min()) == pytest.approx(1.0)  # in training, too
-
-
-def test_a_policy_of_the_users_own_is_loaded_into_one_like_it(tmp_path):
-    model = LineGrid()
-    solution = cids.fit(model, **SHORT, policy=Table(model))
-    solution.save(tmp_path)
-    with pytest.raises(ValueError, match="policy"):
-        cids.load(tmp_path, model)
-    assert same_weights(solution.policy, cids.load(tmp_path, model, policy=Table(model)).policy)
 
 
 class Fragile(Table):
@@ -531,6 +520,7 @@ class Sharp(CPOMDP):
         return (action == context).float()
 
 
+@pytest.mark.slow
 def test_collapsing_particles_are_warned_of_once_with_the_remedy():
     with pytest.warns(UserWarning) as caught:  # noqa: PT030  # what it says is looked at below
         cids.fit(Sharp(), likelihood=ParticleFilter(16), iterations=45, batch_size=20, seed=0, progress=False)
@@ -634,6 +624,7 @@ def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
+        ("model", LineGrid),
         ("likelihood", "exactly"),
         ("objective", "reward"),
         ("temperature", -1.0),
@@ -652,17 +643,12 @@ def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
         ("estimator", "reinforce"),
         ("estimator", Reinforce),
         ("checkpoint", "/dev/null/x"),
+        ("checkpoint", __file__),
     ],
 )
 def test_nonsense_is_refused_by_name(argument, value):
     with pytest.raises(ValueError, match=argument):
-        cids.fit(LineGrid(), **{**SHORT, argument: value})
-
-
-def test_a_file_where_a_directory_should_be(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="checkpoint"):
-        cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path / "file")
+        cids.fit(**{"model": LineGrid(), **SHORT, argument: value})
 
 
 def test_interrupted_at_once_it_can_still_be_drawn():
@@ -677,11 +663,6 @@ def test_interrupted_at_once_it_can_still_be_drawn():
     assert solution.plot(num_episodes=1) is not None
 
 
-def test_contexts_that_cannot_be_are_not_drawn():
-    solution = cids.fit(ContextualTiger(), **SHORT, prior=[0.5, 0.0, 0.5])
-    assert len(solution.plot(num_episodes=1).axes) == 3 + 2 * 2
-
-
 def test_nothing_to_see_is_nothing_to_learn():
     class Blind(LineGrid):
         def observation(self, state, action, context):
@@ -689,11 +670,6 @@ def test_nothing_to_see_is_nothing_to_learn():
 
     with pytest.raises(ModelError, match="nothing is seen"):
         cids.fit(Blind(), progress=False)
-
-
-def test_a_class_in_place_of_a_model_is_refused():
-    with pytest.raises(ValueError, match="model"):
-        cids.fit(LineGrid, progress=False)
 
 
 def test_a_solution_has_agents():
@@ -757,11 +733,13 @@ def test_a_checkpoint_of_other_policies(tmp_path):
     cids.fit(LineGrid(), **settings, prior="dirichlet", checkpoint=tmp_path / "amortised")
     assert cids.load(tmp_path / "amortised", LineGrid()).policy.amortised
     mine = cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine")
-    with pytest.raises(ValueError, match="policy: expected a module like the one"):
-        cids.load(tmp_path / "mine", LineGrid())
-    again = cids.load(tmp_path / "mine", LineGrid(), policy=Table(LineGrid()))
-    assert again.finished
-    assert same_weights(again.policy, mine.policy)
+    mine.save(tmp_path / "saved")
+    for place in (tmp_path / "mine", tmp_path / "saved"):
+        with pytest.raises(ValueError, match="policy: expected a module like the one"):
+            cids.load(place, LineGrid())
+        again = cids.load(place, LineGrid(), policy=Table(LineGrid()))
+        assert again.finished
+        assert same_weights(again.policy, mine.policy)
     state = torch.load(tmp_path / "mine" / "checkpoint.pt", weights_only=True)
     del state["prior"]  # as they were before
     torch.save(state, tmp_path / "mine" / "checkpoint.pt")
