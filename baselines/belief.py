@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.inference import Cloud, ParticleFilter, Recursion
-from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference import Cloud, Observed, ParticleFilter, Recursion, inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.persistence import Persistent, Track
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import seed_for

@@ -16,6 +16,7 @@ from greenlet import greenlet
 from torch import Tensor
 
 from baselines.pomdp_py_adapter import Augmented, RolloutRequest, StepRequest
+from cpomdp_ppl.inference import PerceptDensity
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class LockStep:
 
     def __init__(self, programs: Generative, binning: Binning, rollout: Rollout = "blind") -> None:
         self.programs = programs
+        self.density = PerceptDensity(programs)
         self.binning = binning
         self.rollouts = Rollouts(programs, rollout)
         self.rows = Rows(programs.signature, programs.model.device)
@@ -165,7 +167,7 @@ class LockStep:
         step = self.programs.step(state, a, c)
         posteriors = [before.log_posterior for before, _ in requests]
         if log_posterior is not None:
-            posteriors = (log_posterior + self.programs.log_density(step.state, step.percept)).tolist()
+            posteriors = (log_posterior + self.density(step.state, step.percept)).tolist()
         rows, symbols = self.rows.of(step.state).tolist(), self.binning.symbols(step.percept)
         return [
             Augmented(row, before.context, before.time + 1, reward, symbol, posterior)

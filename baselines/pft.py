@@ -21,8 +21,7 @@ from baselines.commitments import Commitment, plans, play, returns_after, return
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter
-from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter, inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.rng import require_seed, seed_for
 from cpomdp_ppl.signature import read_signature

@@ -31,8 +31,7 @@ from baselines.pomdp_py_adapter import (
 from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import ParticleFilter
-from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference import ParticleFilter, PerceptDensity, inference_scope
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import require_seed, seed_for
@@ -323,8 +322,8 @@ class POMCP(_TreeSearch):
         known = before.clone()
         lost = []
         if self.model.initial_observation:
-            percept = programs.look(state, c.flatten())
-            known += programs.log_density(state, percept).view(B, N, -1)
+            percept = programs.observe(state, c.flatten())
+            known += PerceptDensity(programs)(state, percept).view(B, N, -1)
             foreseen = self.binning.symbols(percept)
             for b in range(B):
                 alike = [n for n in range(N) if foreseen[b * N + n] == symbols[b]]

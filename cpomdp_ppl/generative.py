@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
-from cpomdp_ppl.inference.observed import Observed, log_density_of_seen
-from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
 from cpomdp_ppl.signature import read_signature
-from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Percept
-    from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
 
 
@@ -44,17 +36,17 @@ class Step:
 class Generative:
     """The programs of a model on N states at once, each with a context and an action of its own.
 
-    To be made and used inside `cpomdp_ppl.inference.backend.inferring`, which sees to seeds and gradients.
+    To be made and used inside `cpomdp_ppl.inference.inference_scope`, which sees to seeds and gradients.
 
     Args:
         model: The CPOMDP.
 
     Example:
         >>> import torch
-        >>> from cpomdp_ppl.inference.backend import inferring
+        >>> from cpomdp_ppl.inference import inference_scope
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()
-        >>> with inferring(model, seed=0):
+        >>> with inference_scope(model, seed=0):
         ...     programs = Generative(model)
         ...     contexts = torch.tensor([0, 1, 1])
         ...     step = programs.step(programs.initial(contexts), torch.tensor([0, 1, 2]), contexts)
@@ -73,7 +65,7 @@ class Generative:
         with self._batched(context):
             return self.signature.broadcast(self.model.initial(self._column(context)), context.shape)
 
-    def look(self, state: Any, context: Tensor, action: Tensor | None = None) -> Percept:
+    def observe(self, state: Any, context: Tensor, action: Tensor | None = None) -> Percept:
         """Draw what is seen in states with leaves `[N, …]` after actions `[N]`; None is before the first."""
         a = None if action is None else self._column(action)
         with self._batched(context), Recorded() as seen:
@@ -90,25 +82,7 @@ class Generative:
     def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
         """Move, and draw what is seen there."""
         after, reward = self.move(state, action, context)
-        return Step(after, self.look(after, context, action), reward)
-
-    def log_density(self, state: Any, percept: Percept) -> Tensor:
-        """`log p(o | s, a, c)` of what was seen in states with leaves `[N, …]`, by context, `[N, C]`."""
-        C, N = self.model.num_contexts, len(next(iter(percept.observed.values())))
-        states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
-        contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *self._own)
-        seen = Observed(0, percept.action, percept.observations, percept.observed)
-        shape = torch.Size((C, N, 1, *self._own))
-
-        def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
-            return draw(fn, shape, common=True), torch.zeros((), device=self.model.device)
-
-        density = log_density_of_seen(self.model, self._scored, states, contexts, seen, draw=draw_hidden)
-        return density.expand(C, N, 1)[..., 0].T
-
-    @cached_property
-    def _scored(self) -> Signature:
-        return replace(self.signature, dependencies=dependencies(self.model, self.signature))
+        return Step(after, self.observe(after, context, action), reward)
 
     def _batched(self, context: Tensor) -> Batched:
         return Batched(tuple(context.shape), self.model.max_plate_nesting)

@@ -82,6 +82,16 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
     return int(np.random.SeedSequence([int(seed), len(purpose), *purpose]).generate_state(1)[0])
 
 
+def seeds_for(seed: int, number: int) -> list[int]:
+    """So many seeds, each for another use of random numbers.
+
+    Example:
+        >>> len(set(seeds_for(0, 3)))
+        3
+    """
+    return [int(word) for word in np.random.SeedSequence(seed).generate_state(number)]
+
+
 def generators() -> tuple[Any, ...]:
     """The states of all generators, to compare: as long as nothing is drawn, they stay the same.
 

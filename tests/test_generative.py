@@ -5,10 +5,10 @@ import torch
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference import Observed, ParticleFilter, PerceptDensity, inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.policy import Percept
-from cpomdp_ppl.state import leaves
+from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
 from tests.programs import EyesOpen, Plates
 
@@ -62,7 +62,7 @@ def test_shapes_with_plates_and_initial_observations(program):
     if model.initial_observation:
         with inference_scope(model, 0):
             programs = Generative(model)
-            first = programs.look(programs.initial(contexts), contexts)
+            first = programs.observe(programs.initial(contexts), contexts)
         assert first.action is None
         assert first.observed.keys() == episodes.initially_observed.keys()
 
@@ -87,7 +87,7 @@ def test_a_density_for_every_context_is_that_of_the_sensor():
     seen = torch.tensor([True, True, True, False])
     percept = Percept(torch.tensor([2, 2, 2, 0]), {"z": z}, {"z": seen})
     with inference_scope(model, 0):
-        found = Generative(model).log_density(x, percept)
+        found = PerceptDensity(Generative(model))(x, percept)
     lit = torch.stack([x > 0, x < 0], 1)
     noise = torch.distributions.Normal(x[:, None], torch.where(lit, 1.0, 8.0).sqrt())
     torch.testing.assert_close(found, torch.where(seen[:, None], noise.log_prob(z[:, None]), 0.0))
@@ -96,19 +96,16 @@ def test_a_density_for_every_context_is_that_of_the_sensor():
 @pytest.mark.parametrize("program", [Plates, EyesOpen])
 def test_densities_agree_with_a_filter_of_one_particle(program):
     """Conditioned on the same states, a particle filter weighs by the same densities."""
-    from cpomdp_ppl.inference import ParticleFilter
-    from cpomdp_ppl.inference.observed import Observed
-    from cpomdp_ppl.state import map_state
 
     model, B = program(), 5
     contexts = torch.arange(B) % model.num_contexts
     with inference_scope(model, 0):
         programs, recursion = Generative(model), ParticleFilter(1).recursion(model)
         step = programs.step(programs.initial(contexts), torch.zeros(B, dtype=torch.long), contexts)
-        found = programs.log_density(step.state, step.percept)
-        cloud = recursion.start(B)
+        found = PerceptDensity(programs)(step.state, step.percept)
         C = model.num_contexts
-        map_state(lambda kept, leaf: kept.copy_(leaf[None, :, None].expand_as(kept)), cloud.state, step.state)
+        states = map_state(lambda leaf: leaf[None, :, None].repeat(C, *[1] * (leaf.dim() + 1)), step.state)
+        cloud = recursion.of_states(states)
         percept = step.percept
         seen = Observed.at(1, percept.action, percept.observations, percept.observed)
         _, increment = recursion.condition(cloud, seen)

@@ -21,15 +21,9 @@ LINES_OF_A_FUNCTION = 60
 TO_DO: dict[str, set[str]] = {
     "disk": set(),
     "algorithm": set(),
-    "inference": {
-        "cpomdp_ppl.report.recording: cpomdp_ppl.inference.discrete:DiscreteBelief",
-    },
-    "layers": {
-        "cpomdp_ppl.generative -> cpomdp_ppl.inference",
-    },
-    "length": {
-        "cpomdp_ppl.report.recording.record",
-    },
+    "inference": set(),
+    "layers": set(),
+    "length": set(),
     "names": set(),
 }
 

@@ -169,7 +169,7 @@ class Export:
             context = _indices(piece.prior, M)  # [M, B]
             c = context.flatten()
             state = programs.initial(c)
-            path, percepts = [state], [programs.look(state, c)] if self.first == 0 else []
+            path, percepts = [state], [programs.observe(state, c)] if self.first == 0 else []
             for t in range(T):
                 step = programs.step(state, actions[:, t], c)
                 state = map_state(partial(_where, t < lengths), step.state, state)
@@ -186,7 +186,7 @@ class Export:
         for t in range(self.first, some.horizon + 1):
             state = map_state(lambda leaf, t=t: leaf[:, :, t].flatten(0, 1), joint.state)  # [M·B, …]
             action = some.actions[:, t - 1].repeat(M) if t else None
-            percepts.append(self.programs.look(state, joint.context.flatten(), action))
+            percepts.append(self.programs.observe(state, joint.context.flatten(), action))
         return _in_time(percepts, M, B)
 
     def _put_joint(self, table: Table, joint: _Joint, chain: int, piece: _Piece) -> None:

@@ -186,7 +186,7 @@ class _Chunk:
     def next_percept(self, states: State, actions: Tensor | None, contexts: Tensor) -> Percept:
         """What is seen after actions `[N]` in states with leaves `[N, …]`; right there, without any."""
         if actions is None:
-            return self.programs.look(states, contexts)
+            return self.programs.observe(states, contexts)
         return self.programs.step(states, actions, contexts).percept
 
 

@@ -68,7 +68,7 @@ class OngoingEpisodes:
             state = self._programs.initial(contexts)
             percept = blind(self._programs.signature, B, model.device)
             if model.initial_observation:
-                percept = self._programs.look(state, contexts)
+                percept = self._programs.observe(state, contexts)
         self._require_finite(0, initial=state, observation=percept.observations)
         self.contexts, self.state, self.percept, self.time = contexts, state, percept, 0
         if self._backend is not None:

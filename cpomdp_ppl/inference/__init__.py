@@ -12,6 +12,7 @@ from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.online import OnlineFilter
 from cpomdp_ppl.inference.particle_filter import SMC, ParticleFilter
+from cpomdp_ppl.inference.percept_density import PerceptDensity
 from cpomdp_ppl.inference.reference import reference_backend
 from cpomdp_ppl.inference.scan import FilterStep, scan
 from cpomdp_ppl.inference.smoothing import Smoothing
@@ -30,6 +31,7 @@ __all__ = [
     "Observed",
     "OnlineFilter",
     "ParticleFilter",
+    "PerceptDensity",
     "Recursion",
     "Smoothing",
     "UnscentedKalmanFilter",

@@ -50,8 +50,8 @@ def inference_scope(model: CPOMDP, seed: int | None = None) -> Iterator[None]:
 class Recursion(ABC):
     """One backend at work on one model: how a belief changes in a step.
 
-    A belief is a dataclass of tensors whose first axes are `[C, B]`. All methods are called inside
-    `inference_scope`.
+    A belief is a dataclass of tensors whose first axes are `[C, B]`. No method changes a belief that it is
+    given. All are called inside `inference_scope`.
 
     Args:
         model: What it computes with.
@@ -82,12 +82,17 @@ class Recursion(ABC):
         """The belief about `s_0`."""
 
     @abstractmethod
-    def condition(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
-        """Condition on what was seen, without moving. Returns the belief and the increment `[C, B]`."""
+    def move(self, belief: Any, action: Tensor) -> Any:
+        """The belief after actions `[B]`, before anything is observed."""
 
     @abstractmethod
-    def step(self, belief: Any, seen: Observed) -> tuple[Any, Tensor]:
-        """Move by `seen.action`, then condition on what was seen. Returns belief and increment `[C, B]`."""
+    def condition(self, belief: Any, observed: Observed) -> tuple[Any, Tensor]:
+        """Condition on what was observed, without moving. Returns the belief and the increment `[C, B]`."""
+
+    def step(self, belief: Any, observed: Observed) -> tuple[Any, Tensor]:
+        """Move by the action, then condition on what was observed. Returns belief and increment `[C, B]`."""
+        assert observed.action is not None
+        return self.condition(self.move(belief, observed.action), observed)
 
     @abstractmethod
     def expected_reward(self, belief: Any, action: Tensor) -> Tensor:
@@ -115,8 +120,12 @@ class Recursion(ABC):
         """Effective sample size, `[C, B]`, of beliefs that have one."""
         return None
 
-    def resampled(self, belief: Any, seen: Observed) -> Tensor | None:
+    def resampled(self, belief: Any, observed: Observed) -> Tensor | None:
         """Whether particles were resampled in the step, bool `[C, B]`, for beliefs that have them."""
+        return None
+
+    def probabilities(self, belief: Any) -> Tensor | None:
+        """The probabilities of finitely many states, `[C, B, states]`, for beliefs that consist of them."""
         return None
 
     def standard_error(self, belief: Any) -> Tensor | None:

@@ -124,10 +124,9 @@ class DiscreteRecursion(Recursion):
         return posterior, increment
 
     @double_precision()
-    def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[DiscreteBelief, Tensor]:
-        """Move, then condition: one observable operator."""
-        assert seen.action is not None
-        return self.condition(DiscreteBelief(self.predict(belief.probabilities, seen.action)), seen)
+    def move(self, belief: DiscreteBelief, action: Tensor) -> DiscreteBelief:
+        """The belief about the next state."""
+        return DiscreteBelief(self.predict(belief.probabilities, action))
 
     def expected_reward(self, belief: DiscreteBelief, action: Tensor) -> Tensor:
         """`Σ_s p(s) r_c(s, a)`, `[C, B]`."""

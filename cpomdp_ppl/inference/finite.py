@@ -102,6 +102,10 @@ class FiniteRecursion(DiscreteRecursion):
         """`log p(o | s, a, c)`, broadcasts to `[C, B, N]`."""
         return log_density_of_seen(self.model, self.signature, self.states, self.context, seen).double()
 
+    def probabilities(self, belief: DiscreteBelief) -> Tensor:
+        """The probabilities of the states, `[C, B, N]`."""
+        return belief.probabilities
+
     def predict(self, p: Tensor, action: Tensor) -> Tensor:
         """`Σ_s p(s) T(s, s')`, `[C, B, N]`."""
         return by_action(lambda a, rows: rows @ self.transition[:, a], p, action)

@@ -259,17 +259,21 @@ class GridRecursion(GridTables):
         return GridBelief(p, coarse, p.new_zeros(*p.shape[:2], 2), p.new_zeros(p.shape[:2]))
 
     @double_precision()
-    def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
-        """Move by `seen.action`, then condition on what was seen."""
-        assert seen.action is not None
+    def move(self, belief: DiscreteBelief, action: Tensor) -> GridBelief:
+        """The belief about the next state, on both grids."""
         assert isinstance(belief, GridBelief)
-        predicted = self.predict(belief.probabilities, seen.action)
-        require_inside(self, predicted, seen)
         coarse = belief.coarse
         if self.coarse is not None and coarse is not None:
             with torch.no_grad():
-                coarse = self.coarse.predict(coarse, seen.action)
-        return self.condition(replace(belief, probabilities=predicted, coarse=coarse), seen)
+                coarse = self.coarse.predict(coarse, action)
+        return replace(belief, probabilities=self.predict(belief.probabilities, action), coarse=coarse)
+
+    def step(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
+        """Move, which must not leave the grid, then condition on what was observed."""
+        assert seen.action is not None
+        moved = self.move(belief, seen.action)
+        require_inside(self, moved.probabilities, seen)
+        return self.condition(moved, seen)
 
     def condition(self, belief: DiscreteBelief, seen: Observed) -> tuple[GridBelief, Tensor]:
         """Condition on what was seen.

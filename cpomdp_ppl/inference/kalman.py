@@ -160,11 +160,9 @@ class KalmanRecursion(Recursion):
         root = square_root(moved.covariance(moved.outputs, moved.outputs))
         return GaussianBelief(moved.mean, root), moved
 
-    def step(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
-        """Predict, then condition."""
-        assert seen.action is not None
-        predicted, _ = self.predict(belief, seen.action)
-        return self.condition(predicted, seen)
+    def move(self, belief: GaussianBelief, action: Tensor) -> GaussianBelief:
+        """The belief about the next state."""
+        return self.predict(belief, action)[0]
 
     @_precisely
     def condition(self, belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:

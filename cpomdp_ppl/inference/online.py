@@ -195,7 +195,7 @@ class OnlineFilter:
         contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
         with inference_scope(self.model, 0), poutine.condition(data=given):
             programs = Generative(self.model)
-            shown = programs.look(programs.initial(contexts), contexts, seen.action).observed
+            shown = programs.observe(programs.initial(contexts), contexts, seen.action).observed
         for site in missing:
             lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1)
             if bool(lacking.any()):

@@ -14,7 +14,7 @@ from cpomdp_ppl import CPOMDP, RandomPolicy
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import record
-from cpomdp_ppl.report.recording import MOST_COMPONENTS, MOST_NUMBERS
+from cpomdp_ppl.report.parts import MOST_COMPONENTS, MOST_NUMBERS
 from tests.conftest import fixed_actions
 from tests.programs import Dice, EyesOpen, Plates, Walk
 
