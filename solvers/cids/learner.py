@@ -56,6 +56,20 @@ class Seeds(NamedTuple):
         return Seeds(*map(int, np.random.SeedSequence([seed, iteration]).generate_state(5)))
 
 
+class Phases:
+    """Seconds that the phases of an iteration took, float64 scalars."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, Tensor] = {}
+        self._started = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Note that a phase ends here, and the next one begins."""
+        now = time.perf_counter()
+        self.seconds[phase] = torch.tensor(now - self._started, dtype=torch.float64)
+        self._started = now
+
+
 @dataclass
 class Learner:
     """What a fit needs, and what it changes from iteration to iteration.
@@ -134,16 +148,15 @@ class Learner:
         """
         tau, rate = float(self.temperature(self.progress)), float(self.learning_rate(self.progress))
         measured = {"temperature": tau, "learning_rate": rate}
-        seeds, number = Seeds.of(self.seed, self.iteration), self.iteration + 1
+        seeds, number, phases = Seeds.of(self.seed, self.iteration), self.iteration + 1, Phases()
 
-        started = time.perf_counter()
         with isolated(seeds.priors):
             prior = self._draw_priors(self.batch_size)  # [B, C]
             contexts = stratified(prior, self.batch_size, offset=seeds.contexts / 2**32)  # [B]
         episodes = self.experience.play(self.acting, contexts, prior, seeds.play)
-        played = time.perf_counter()
         assert episodes.returns is not None
         measured["return"] = float(self.statistics.mean(episodes.returns))
+        phases.end("rollout")
 
         try:
             batch = self.experience.filter(episodes, prior, seeds.filter)
@@ -151,20 +164,16 @@ class Learner:
             self.quality.lose(str(error), number)
         else:
             measured |= self.quality.measure(batch, number, last=number == self.iterations)
-            filtered = time.perf_counter()
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            phases.end("likelihood")
             with isolated(self.statistics.own_seed(seeds.gradient)), torch.enable_grad():
-                measured |= self._improve(batch, tau)
-            improved = time.perf_counter()
-            phases = {"rollout": played - started, "likelihood": filtered - played}
-            for phase, each in (phases | {"gradient": improved - filtered}).items():
-                seconds = torch.tensor(each, dtype=torch.float64)
+                measured |= self._improve(batch, tau, rate)
+            phases.end("gradient")
+            for phase, seconds in phases.seconds.items():
                 measured[f"seconds_{phase}"] = float(self.statistics.mean(seconds))
         self.iteration += 1
         return measured
 
-    def _improve(self, batch: Batch, temperature: float) -> dict[str, float]:
+    def _improve(self, batch: Batch, temperature: float, learning_rate: float) -> dict[str, float]:
         """A few gradient steps of policy and critic on a batch."""
         now = self.decide(batch)
         payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)  # [B, T]
@@ -174,6 +183,7 @@ class Learner:
             now = self.decide(batch)
         advantages = self.estimator.advantages(payoffs, now.detached())  # [B, T]
         step = GradientStep.first(advantages, now, self.critic, self.progress)
+        self.optimizer.param_groups[0]["lr"] = learning_rate
         norms = []
         for epoch in range(self.estimator.epochs):
             step = step if epoch == 0 else replace(step, now=self.decide(batch))
