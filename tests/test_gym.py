@@ -13,7 +13,7 @@ from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from cpomdp_ppl import Episodes, ModelError, Percept, simulate
 from cpomdp_ppl.gym import CPOMDPEnv, CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.gym.encoding import LARGEST
-from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference import GridFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
 from tests.programs import EyesOpen, Learnable, Plates, Walk
@@ -247,11 +247,17 @@ def test_a_site_must_not_take_another_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "backend"),
-    [(LineGrid, "exact"), (LightDark, "grid"), (Plates, "ekf"), (EyesOpen, "ekf"), (Beacons, "ekf")],
+    ("model", "backend"),
+    [
+        (LineGrid(), "exact"),
+        (LightDark(horizon=4), GridFilter(num_points=64)),
+        (Plates(), "ekf"),
+        (EyesOpen(), "ekf"),
+        (Beacons(), "ekf"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
 )
-def test_the_posterior_is_the_filters(program, backend):
-    model = program()
+def test_the_posterior_is_the_filters(model, backend):
     B, T = 5, model.horizon
     rng = np.random.default_rng(0)
     actions = rng.integers(model.num_actions, size=(B, T))

@@ -366,7 +366,7 @@ def test_r_hat_tells_good_filters_from_bad(light_dark):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [LightDark, LineGrid, ContextualTiger, Beacons, Dice, Plates])
+@pytest.mark.parametrize("make", [ContextualTiger, Beacons, Dice, Plates])
 def test_files_hold_the_same(make, tmp_path):
     model = make()
     episodes = play(model, 3).truncated(torch.tensor([3, 2, 3]))
