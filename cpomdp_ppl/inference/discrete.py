@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference.backend import Recursion
 from cpomdp_ppl.inference.discrete_smoother import forward_backward
@@ -198,4 +199,4 @@ def smoothed_at_once(recursion: DiscreteRecursion, horizon: int, num_trajectorie
     """Number of episodes for which what smoothing keeps of all times is within `MEMORY`."""
     C, N = recursion.initial.shape
     numbers = 3 * (horizon + 1) * C * (N + num_trajectories * (recursion.dim + 1))  # both ways, and stacked
-    return max(1, MEMORY // (8 * numbers))
+    return how_many_fit(MEMORY, 8 * numbers)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.inference.resampling import choose
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.discrete import DiscreteRecursion
 
-CELLS = 2**22
-"""Pairs of a trajectory and a state that it may come from handled together."""
+PAIRS_AT_ONCE = 2**22
+"""Pairs of a trajectory and a state that it may come from that are handled together."""
 
 
 def forward_backward(
@@ -61,10 +62,10 @@ def _origins(recursion: DiscreteRecursion, p: Tensor, action: Tensor, later: Ten
     """Draw states at time t, `[C, B, M]`, for trajectories that are at `later [C, B, M]` at t + 1.
 
     Args:
-        recursion: Of N states.
+        recursion: The recursion over N states.
         p: Filtered probabilities at time t, `[C, B, N]`.
-        action: Taken there, `[B]`.
-        later: Numbers of states.
+        action: The actions taken there, `[B]`.
+        later: Numbers of the states at t + 1.
     """
-    pieces = later.split(max(1, CELLS // p.numel()), 2)
+    pieces = later.split(how_many_fit(PAIRS_AT_ONCE, p.numel()), 2)
     return torch.cat([choose(recursion.origins(p, action, piece), 1).squeeze(-1) for piece in pieces], 2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.discrete import (
@@ -57,7 +58,7 @@ class ObservableOperator(Backend):
         """As many as keep one step's likelihoods `[…, C, B, N]` within `MEMORY`."""
         assert model.states is not None
         values = recursion.signature.dependencies.combinations
-        return max(1, MEMORY // (8 * model.num_contexts * model.states * values))
+        return how_many_fit(MEMORY, 8 * model.num_contexts * model.states * values)
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import ResolutionError, UnsupportedModelError, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
@@ -168,7 +169,7 @@ class GridFilter(Backend):
         """As many as keep a belief `[C, B, G]` within `MEMORY`."""
         assert isinstance(recursion, GridRecursion)
         values = recursion.signature.dependencies.combinations
-        return max(1, MEMORY // (8 * model.num_contexts * recursion.grid.size * values))
+        return how_many_fit(MEMORY, 8 * model.num_contexts * recursion.grid.size * values)
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int

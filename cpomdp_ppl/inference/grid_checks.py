@@ -11,6 +11,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import DensityError, ResolutionError
 from cpomdp_ppl.inference.precision import double_precision
 from cpomdp_ppl.inference.probes import Probes, imagined
+from cpomdp_ppl.rng import first_above
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,9 +140,7 @@ def _imagined_observations(recursion: GridRecursion, belief: GridBelief, seen: O
     b = rows[torch.linspace(0, len(rows) - 1, max(1, NUM_PROBES // C)).long()]  # [R]
     level = (0.618 * (1 + seen.time + torch.arange(len(b)))) % 1  # of a distribution function
     total = belief.probabilities[:, b].cumsum(-1)  # [C, R, G]
-    index = torch.searchsorted(total, level[None, :, None] * total[..., -1:]).clamp(
-        max=recursion.grid.size - 1
-    )
+    index = first_above(total, level[None, :, None] * total[..., -1:])
     likelihood = belief.log_likelihoods[:, b, 0]  # [C, R]
     counts = likelihood >= likelihood.amax(0) - NATS_BEHIND
     counts = counts if seen.alive is None else counts & seen.alive[b]

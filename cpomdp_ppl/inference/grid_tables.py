@@ -11,6 +11,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.inference.banded import Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.cells import SCAN_POINTS, SHARERS, CellGrid, jump_along, jumps_of
@@ -228,7 +229,7 @@ class GridTables(DiscreteRecursion):
         x = self.grid.points
         nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
         K, C = self._push("transition", x[:1], a, nodes)[0].shape[:2]
-        size = max(1, min(BLOCK_POINTS, PROGRAM_NUMBERS // (K * C * SHARERS**self.dim)))
+        size = min(BLOCK_POINTS, how_many_fit(PROGRAM_NUMBERS, K * C * SHARERS**self.dim))
         bands, identity, signed, alike = [], True, False, True
         for start in range(0, len(x), BLOCK_POINTS):
             parts = x[start : start + BLOCK_POINTS].split(size)
@@ -283,7 +284,7 @@ class GridTables(DiscreteRecursion):
     def _cells_with_jumps(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The cells of a two-dimensional grid inside which a function jumps."""
         found = []
-        for cells in torch.arange(self.grid.size).split(max(1, SCAN_POINTS // self._parts**2)):
+        for cells in torch.arange(self.grid.size).split(how_many_fit(SCAN_POINTS, self._parts**2)):
             x = self.grid.subpoints(cells, self._parts)
             values = function(x.flatten(0, 1)).unflatten(-1, (len(cells), self._parts, self._parts))
             found.append(cells[jump_along(values, -1) | jump_along(values, -2)])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.coordinates import Coordinates
@@ -303,7 +304,7 @@ class KalmanFilter(Backend):
         """As many as have `POINT_NUMBERS` numbers in the points at which functions are averaged."""
         assert isinstance(recursion, KalmanRecursion)
         points = len(recursion.normal_points) + 4 * QUADRATURE_NODES * bool(recursion.discrete)
-        return max(1, POINT_NUMBERS // (model.num_contexts * points * recursion.coordinates.dim))
+        return how_many_fit(POINT_NUMBERS, model.num_contexts * points * recursion.coordinates.dim)
 
     def episodes_smoothed_at_once(
         self, model: CPOMDP, recursion: Recursion, horizon: int, num_trajectories: int
@@ -312,7 +313,7 @@ class KalmanFilter(Backend):
         assert isinstance(recursion, KalmanRecursion)
         D = recursion.coordinates.dim
         numbers = (horizon + 1) * model.num_contexts * D * (6 * (D + 1) + 3 * num_trajectories)
-        return max(1, MEMORY // (8 * numbers))
+        return how_many_fit(MEMORY, 8 * numbers)
 
 
 def _require_proper_scales(model: CPOMDP) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.quasirandom import normal_points
+from cpomdp_ppl.rng import first_above
 
 QUADRATURE_NODES = 1024
 """Number of nodes of the quadrature."""
@@ -147,9 +148,10 @@ def _quantiles(u: Tensor, log_w: Tensor, number: int) -> Tensor:
     mass = 0.5 * log_w.softmax(-1) + 0.5 * (log_w / 4).softmax(-1)  # which is the highest is not yet known
     middles = (u[..., 1:] + u[..., :-1]) / 2
     edges = torch.cat([u[..., :1], middles, u[..., -1:]], -1)  # [C, B, P + 1]
-    below = torch.nn.functional.pad(mass.cumsum(-1), (1, 0))
+    cumulative = mass.cumsum(-1)
+    below = torch.nn.functional.pad(cumulative, (1, 0))
     levels = (torch.arange(number).to(u) + 0.5) / number * below[..., -1:]
-    k = (torch.searchsorted(below, levels, right=True) - 1).clamp(0, mass.shape[-1] - 1)
+    k = first_above(cumulative, levels)
     part = ((levels - below.gather(-1, k)) / mass.gather(-1, k).clamp(min=1e-300)).clamp(0, 1)
     return edges.gather(-1, k) + part * (edges.gather(-1, k + 1) - edges.gather(-1, k))
 

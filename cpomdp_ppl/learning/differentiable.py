@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function as Differentiable
 
+from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import invalid
 from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
@@ -84,7 +85,7 @@ def episodes_with_graph(recursion: Recursion, horizon: int) -> int:
         assert isinstance(recursion, KalmanRecursion)
         n = recursion.coordinates.dim + recursion.transition_noise
         width = (2 * n + 1) * (n + recursion.num_values**2)
-    return max(1, GRAPH_NUMBERS // (10 * horizon * recursion.model.num_contexts * width))
+    return how_many_fit(GRAPH_NUMBERS, 10 * horizon * recursion.model.num_contexts * width)
 
 
 class _Floored(Transformed):
@@ -186,8 +187,8 @@ class _Grid(_Discrete, GridRecursion):
         if not (where.requires_grad or weights.requires_grad):
             found = super()._transition(a)
             return _Moving(found.bands, found.identity, found.signed, found.shape)
-        size = max(
-            1, min(BLOCK_POINTS, PROGRAM_NUMBERS // (len(where) * len(self.context) * SHARERS**self.dim))
+        size = min(
+            BLOCK_POINTS, how_many_fit(PROGRAM_NUMBERS, len(where) * len(self.context) * SHARERS**self.dim)
         )
         bands = []
         for start in range(0, len(x), BLOCK_POINTS):

@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, require
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import require_same_sites
@@ -176,11 +177,11 @@ class LogLikelihood:
             require_same_sites(recursion, self.episodes)
             size = episodes_with_graph(recursion, self.episodes.horizon)
             log_prior = self.copy.prior().log()  # [C]
-            for start in range(0, len(self.episodes), size):
-                some = self.episodes[start : start + size] if size < len(self.episodes) else self.episodes
-                known = None if self.contexts is None else self.contexts[start : start + size]
-                per_context = log_likelihoods(recursion, some, start)  # [B, C]
-                yield marginal(per_context, log_prior, known, start)
+            for rows in pieces(len(self.episodes), size):
+                some = self.episodes[rows] if size < len(self.episodes) else self.episodes
+                known = None if self.contexts is None else self.contexts[rows]
+                per_context = log_likelihoods(recursion, some, rows.start)  # [B, C]
+                yield marginal(per_context, log_prior, known, rows.start)
 
 
 @contextmanager
