@@ -24,8 +24,9 @@ from cpomdp_ppl.inference import (
     GridFilter,
     ObservableOperator,
     ParticleFilter,
+    PerceptDensity,
     UnscentedKalmanFilter,
-)
+    UnscentedKalmanFilter,
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.observed import MOST_VALUES
 from cpomdp_ppl.policy import Percept
@@ -227,7 +228,7 @@ def compare_generative(d: Description, data: Data, seed: int) -> None:
         state = torch.tensor(list(S) * repeats).reshape(N, *signature(model).state.shape)
         percept = Percept(None if a == d.actions else torch.full((N,), a), values, flags)
         with inference_scope(model, seed=seed + repeats):
-            density = Generative(model).log_density(state, percept).double().exp().numpy()
+            density = PerceptDensity(Generative(model))(state, percept).double().exp().numpy()
         return [(density.reshape(repeats, len(S), -1) / expected - 1)[:, likely]]
 
     TRIED["structure, densities of Generative"] += 1

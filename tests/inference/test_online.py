@@ -76,10 +76,10 @@ def test_step_by_step_gives_the_numbers_of_the_batch(make, name):
 @pytest.mark.parametrize("name", ["smc", "ekf", "ukf", "grid"])
 def test_one_by_one_is_the_batch(name):
     """Deterministic backends to rounding; SMC within five standard errors."""
-    episodes = simulate(LightDark(), RandomPolicy(3), 6, seed=0)
+    episodes = simulate(LightDark(), RandomPolicy(3), 3, seed=0)
     backend = ParticleFilter(4000) if name == "smc" else as_backend(name)
     batch = backend.run(LightDark(), episodes, seed=0)
-    for b in range(6):
+    for b in range(3):
         one = backend.run(LightDark(), episodes[b], seed=b)
         c = int(batch.log_likelihood[b].argmax())
         limit = 5 * 2**0.5 * float(batch.standard_error[b, c]) if name == "smc" else 1e-5

@@ -19,8 +19,7 @@ from scipy.stats import bernoulli, multivariate_normal, norm, poisson
 from cpomdp_ppl import CPOMDP, Episodes, evaluate
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference import ParticleFilter, PerceptDensity, as_backend, inference_scope
 from cpomdp_ppl.policy import Percept
 from solvers import exact
 from tests.programs import Still
@@ -129,7 +128,7 @@ def test_planners_sum_over_a_discrete_parent(kind, site, dtype):
     values = {"z": torch.tensor(Z, dtype=torch.float32), site: torch.zeros(len(Z), dtype=dtype)}
     flags = {"z": torch.ones(len(Z), dtype=torch.bool), site: torch.zeros(len(Z), dtype=torch.bool)}
     with inference_scope(model, seed=0):
-        density = Generative(model).log_density(
+        density = PerceptDensity(Generative(model))(
             torch.zeros(len(Z)), Percept(torch.ones(len(Z)).long(), values, flags)
         )
     np.testing.assert_allclose(density, [[model.truth(z, c, 1) for c in range(2)] for z in Z], rtol=1e-5)
@@ -289,7 +288,7 @@ def test_planners_draw_a_continuous_parent_for_every_state():
         {site: flags[:, 0] for site, flags in episodes.observed.items()},
     )
     with inference_scope(Biased(), seed=0):
-        density = Generative(Biased()).log_density(torch.zeros(len(episodes)), percept)
+        density = PerceptDensity(Generative(Biased()))(torch.zeros(len(episodes)), percept)
     ratio = np.exp(density.double().numpy().reshape(4000, 3, 2) - pair_truth())
     error = ratio.std(0, ddof=1) / math.sqrt(4000)
     assert (error > 1e-4).all()
