@@ -26,7 +26,7 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     PerceptDensity,
     UnscentedKalmanFilter,
-    UnscentedKalmanFilter,
+)
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.observed import MOST_VALUES
 from cpomdp_ppl.policy import Percept
