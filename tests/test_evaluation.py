@@ -136,6 +136,7 @@ def test_evaluating_several_is_comparing_them():
         evaluate(model, policies["random"], 40, seed=-1)
 
 
+@pytest.mark.slow
 def test_a_model_that_the_grid_refuses_is_left_to_particles():
     class Heavy(Walk):
         def transition(self, state, action, context):

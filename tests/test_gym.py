@@ -365,6 +365,7 @@ def test_programs_that_leave_the_reals_are_named():
     env.step(0)  # the step that failed was none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("program", [LineGrid, Beacons, Plates])

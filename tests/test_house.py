@@ -262,6 +262,7 @@ def names() -> Iterator[str]:
 RULES = {rule.__name__: rule for rule in (disk, algorithm, inference, layers, length, names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_are_kept(rule):
     assert sorted(set(RULES[rule]()) - TO_DO[rule]) == [], RULES[rule].__doc__

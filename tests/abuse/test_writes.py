@@ -62,6 +62,7 @@ def writer(request, tmp_path):
     return save, read, tmp_path, sorted(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk(writer):
     save, read, directory, files = writer
     sizes = sorted(file.stat().st_size for file in files)

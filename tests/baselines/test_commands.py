@@ -52,6 +52,7 @@ def test_what_is_not_installed_is_named():
         Recipe(missing, extra="pomcp").made("pomcp", LineGrid(), Budget())
 
 
+@pytest.mark.slow
 def test_a_learner_that_was_interrupted_is_no_baseline(monkeypatch):
     from baselines import rdpg
 

@@ -358,6 +358,7 @@ def test_chunks_are_searched_like_batches():
     assert torch.equal(whole, parts)
 
 
+@pytest.mark.slow
 def test_its_memory_is_the_exact_posterior():
     model = LineGrid(horizon=6)
     remembered = []

@@ -26,6 +26,7 @@ def one_way(model):
     return [Always(model, action) for action in towards]
 
 
+@pytest.mark.slow
 def test_one_way_is_worth_its_closed_form():
     """In its own light 17.96, and in the other context the mirror image of the walk without a goal."""
     model = LightDark()

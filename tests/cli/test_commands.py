@@ -26,6 +26,7 @@ def rows_of(table):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
     coin = ("coin.py:Coin", "bias=0.8")
     assert main(["check", *coin]) == 0
@@ -79,6 +80,7 @@ def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
     assert "call loaded" in page.read_text()
 
 
+@pytest.mark.slow
 def test_algorithm_1(capsys, monkeypatch):
     coin = ["fit", "coin.py:Coin", "bias=0.8", *SMALL, "--prior", "dirichlet", "--run", "here", "--quiet"]
     assert main(coin) == 0
@@ -183,6 +185,7 @@ def measured(run):
     return read(f"{run}/comparison.json")
 
 
+@pytest.mark.slow
 def test_a_filter_that_is_not_calibrated_is_a_failure(capsys):
     words = ["diagnose", "cpomdp_ppl.models:LightDark", "horizon=4", "--policy", "random"]
     words += ["--calibrate", "200", "--likelihood", "smc,num_particles=2", "--num-episodes", "3"]
@@ -230,6 +233,7 @@ def light_dark_fit(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # there is too little of everything
 @pytest.mark.parametrize("name", OUR_COMMANDS)
 def test_examples_of_help_can_be_run(light_dark_fit, capsys, name):

@@ -76,6 +76,7 @@ def test_run_folders_that_will_not_do(capsys):
     assert "is of format 2, and this version of cpomdp-ppl reads format 1" in said
 
 
+@pytest.mark.slow
 def test_a_full_disk(capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -126,6 +127,7 @@ class Odd(LineGrid):
 """
 
 
+@pytest.mark.slow
 def test_arguments_come_back_as_they_were(capsys):
     Path("odd.py").write_text(ODD)
     odd = ["odd.py:Odd", "walls=(1, 2)", "costs={1: 2.0, 2: 'x'}", "far=1e999"]
@@ -153,6 +155,7 @@ def test_what_decides_the_results_makes_another_run(capsys):
     assert Path("here/evaluation.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_noted_seed_repeats_the_run(monkeypatch):
     # Thompson sampling: which action is best is found by playing, and what it draws is drawn, too.
     words = ["simulate", LINE_GRID, "--policy", "thompson", "--num-episodes", "40", "--quiet"]
@@ -188,6 +191,7 @@ FIT_TILTED = (
 FIT_TILTED += ("--quiet", "--prior", "0.9,0.1")
 
 
+@pytest.mark.slow
 def test_a_solution_that_has_changed_is_measured_again(capsys):
     assert main([*FIT_TILTED, "--seed", "1", "--run", "mine"]) == 0
     words = ["compare", LINE_GRID, "horizon=2", "--policies", "random", "--solution", "mine"]
@@ -213,6 +217,7 @@ def test_a_solution_that_has_changed_is_measured_again(capsys):
     assert "say which with --prior" in refused(capsys, *words[:-2], "--solution", "other")
 
 
+@pytest.mark.slow
 def test_former_results_do_not_stay_beside_new_ones(monkeypatch):
     assert main([*FIT_TILTED, "--seed", "1", "--run", "here"]) == 0
     priors = []

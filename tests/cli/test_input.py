@@ -141,6 +141,7 @@ def test_version_and_usage(capsys):
     assert "usage: cpomdp [-h] [--version] COMMAND" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
     monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
@@ -156,6 +157,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
     assert sorted(path.name for path in Path("runs").iterdir()) == ["Coin-fit-1", "Coin-fit-2"]
 
 
+@pytest.mark.slow
 def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
     monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
@@ -168,6 +170,7 @@ def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_termina
     assert re.search(r"^rdpg: RDPG: \d+ of 50 episodes, best return .*; .* left$", err, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_warnings_are_plain_lines(here, capsys, monkeypatch):
     assert main([*FIT_COIN[:-1], "a run"]) == 0
     assert "next: cpomdp evaluate 'a run'" in capsys.readouterr().err

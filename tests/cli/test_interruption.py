@@ -24,6 +24,7 @@ FIT = ("fit", LINE_GRID, "horizon=4", "--likelihood", "exact", "--batch-size", "
 FIT += ("--iterations", "80", "--checkpoint-every", "5", "--run", "here")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:iteration .* the information about the context")  # batches are small
 def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been(capsys, monkeypatch):
     # kill -9: the best so far is in the checkpoint.

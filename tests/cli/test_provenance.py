@@ -77,6 +77,7 @@ def test_installed_code_that_has_changed_is_warned_of(capsys):
     assert "warning: the code of cpomdp_ppl.models:LineGrid has changed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_record_alone_runs_no_policy_but_one_beside_the_model(capsys):
     rule = "\ndef rule(history):\n    return torch.full((history.num_episodes,), 1)\n"
     with open("coin.py", "a") as file:

@@ -28,6 +28,7 @@ def test_a_report_shows_what_was_in_force(here):
     assert data_of("here/report.html")["player"]["likelihood"] == "smc"
 
 
+@pytest.mark.slow
 def test_a_report_shows_who_was_judged(capsys, monkeypatch):
     words = ["evaluate", LINE_GRID, "horizon=2", "--policy", "pft", "--simulations", "3", "--seed", "7"]
     assert main([*words, "--num-episodes", "1", "--run", "here"]) == 0

@@ -46,6 +46,7 @@ def test_exact_filters_are_calibrated(model, likelihood):
     assert calibration.contexts.brier == pytest.approx(calibration.contexts.expected_brier, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_prior_of_ones_own_is_drawn_from_and_believed():
     given = calibrate(LineGrid(), RandomPolicy(3), "exact", 1000, prior=(0.95, 0.05))
     assert_calibrated(given)
@@ -100,6 +101,7 @@ def test_a_site_that_another_hides_is_ranked_among_draws_in_which_it_shows():
     assert 500 < calibration.observations["z"].num_episodes < 1500
 
 
+@pytest.mark.slow
 def test_particles_of_few_are_caught_on_beacons():
     calibration = calibrate(Beacons(), RandomPolicy(5), ParticleFilter(8), 400)
     assert not calibration.calibrated
@@ -176,6 +178,7 @@ def drawn_posteriors(B: int = 2000) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([p, 1 - p], 1), (torch.rand(B, dtype=torch.float64) >= p).long()
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_contexts_is_named():
     p, truth = drawn_posteriors(600)
 
@@ -245,6 +248,7 @@ def looks_until_it_likes(history):
     return torch.where(liked, 0, 1)
 
 
+@pytest.mark.slow
 def test_when_to_look_does_not_depend_on_what_is_seen(monkeypatch):
     """An agent that looks until it likes what it sees biases whoever picks one of its looks at random."""
     calibration = calibrate(Blinking(), looks_until_it_likes, "ekf", 1500)

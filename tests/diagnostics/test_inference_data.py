@@ -273,6 +273,7 @@ class TestLikelihoods:
         evidence = (exact.log_likelihood.exp() / 3).sum(1).log()
         assert np.allclose(stats["evidence"], evidence, atol=1e-12)
 
+    @pytest.mark.slow
     def test_each_chain_is_a_filter_of_its_own(self, light_dark):
         model, episodes, exports = light_dark
         stats = exports[2000].sample_stats

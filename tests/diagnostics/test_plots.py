@@ -211,6 +211,7 @@ def test_one_chain_has_no_spread_and_deterministic_backends_only_evidence(light_
     )
 
 
+@pytest.mark.slow
 def test_agreement_is_with_the_most_exact_one(smc, grid, light_dark):
     ekf = to_inference_data(*light_dark, "ekf", chains=2, draws=2, seed=0)
     figure = plot_agreement({"particles": smc, "linear": ekf, "cells": grid})

@@ -115,6 +115,7 @@ def test_everywhere_the_same_surroundings():
     assert set(dict(in_parallel(device_of, range(2), workers=2)).values()) == {"cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_the_function_is_the_callers(workers):
     with pytest.raises(ModelError, match="M has 1 fault:"):
@@ -207,6 +208,7 @@ def test_errors_survive_the_way_between_processes():
     assert pickle.loads(pickle.dumps(DiskFullError("a"))).errno == errno.ENOSPC
 
 
+@pytest.mark.slow
 def test_who_leaves_early_leaves_nothing_running():
     outcomes = in_parallel(nothing_quickly, [0] * 50, workers=2)
     assert next(outcomes)[1] == 0
@@ -220,6 +222,7 @@ def numbers(evaluation):
     return content
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_same_bits_however_many_play():
     """In this process torch has two threads outside."""
     model = LightDark()
@@ -254,6 +257,7 @@ def test_comparison_runs_where_joblib_is_configured_to():
     assert table.evaluations["process"].returns != here.evaluations["process"].returns
 
 
+@pytest.mark.slow
 def test_evaluation_survives_a_killed_process(tmp_path):
     model, settings = LineGrid(), {"batch_size": 20, "seed": 4}
     with pytest.warns(RuntimeWarning, match="a process was killed"):
@@ -261,6 +265,7 @@ def test_evaluation_survives_a_killed_process(tmp_path):
     assert numbers(survived) == numbers(evaluate(model, KilledOnce(None), 80, **settings))
 
 
+@pytest.mark.slow
 def test_evaluation_in_other_processes_sees_learned_constants():
     """What Pyro's param store has learned decides the return, in whichever process."""
     model, settings = Learnable(), {"batch_size": 20, "seed": 2, "likelihood": "ekf"}

@@ -334,6 +334,7 @@ def said(code, hash_seed, sent=b""):
     return subprocess.run(words, env=environment, input=sent, capture_output=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process_and_after_the_way_there():
     """Classes and functions, too, that are sent by value."""
     pytest.importorskip("cloudpickle")

@@ -183,6 +183,7 @@ def test_figures_are_the_same_every_time(tmp_path):
     assert folder.contents == ("figures/",)
 
 
+@pytest.mark.slow
 def test_data_come_back(tmp_path):
     folder = made(tmp_path / "run")
     model = LineGrid()
@@ -211,6 +212,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     assert files(tmp_path / "run") == ["a.json", "run.json"]
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path, monkeypatch):
     folder = made(tmp_path / "run")
 

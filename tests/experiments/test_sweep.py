@@ -153,6 +153,7 @@ def test_when_the_machinery_breaks_what_there_is_is_not_lost(monkeypatch):
     assert set(caught.value.failures) == {(3, 5)}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_told_apart_or_sent_is_named(tmp_path):
     axes = {"value": {"one": 1, "lock": threading.Lock()}, "seed": [0]}
     with pytest.raises(ValueError, match="value=lock: a _thread:lock cannot be told from others"):
@@ -329,6 +330,7 @@ def test_a_changed_task_or_value_is_not_the_old_one(tmp_path):
         sweep(old, {"model": {"grid": LineGrid(horizon=7)}}, folder=tmp_path, **HERE)
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_only_what_it_had_in_hand(tmp_path):
     pytest.importorskip("joblib")
     notes = tmp_path / "notes"
@@ -343,6 +345,7 @@ def test_a_killed_process_costs_only_what_it_had_in_hand(tmp_path):
     assert sum(times.values()) <= 5 + 3  # the other's, and what was ready but not yet heard of
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     """By SIGKILL, in the middle; its processes end with it."""
     pytest.importorskip("joblib")
@@ -373,6 +376,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     assert found.identical(sweep(filtered, axes, **HERE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_goes_on_to_the_caller(tmp_path, workers):
     pytest.importorskip("joblib")

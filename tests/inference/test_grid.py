@@ -311,6 +311,7 @@ def once(z):
     return Episodes(torch.tensor([[0]]), {"z": torch.tensor([[z]])}, {"z": torch.tensor([[True]])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sd", "z"), [(1.0, 15.0), (0.1, 10.0), (1.0, -12.0)])
 def test_outliers_are_followed_into_the_tails(sd, z):
     found = GridFilter(bounds=(-20, 20)).run(Outlier(sd), once(z)).log_likelihood.item()

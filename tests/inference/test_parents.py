@@ -108,6 +108,7 @@ DISCRETE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [0, 1])
 @pytest.mark.parametrize(("kind", "site", "dtype"), DISCRETE)
 @pytest.mark.parametrize("backend", ["exact", "grid", "systematic", "multinomial"])

@@ -228,6 +228,7 @@ def test_same_seed_same_numbers_and_the_caller_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_chunks_give_the_same_answer_within_the_noise():
     episodes = reference_episodes()
     whole = ParticleFilter(2000).run(LightDark(), episodes, seed=0)

@@ -136,6 +136,7 @@ def test_errors_are_smaller_than_estimated(process, sensor, points):
     assert (error[estimated <= TOLERANCE] < TOLERANCE).all()  # each episode on its own
 
 
+@pytest.mark.slow
 def test_those_who_use_the_recursion_are_told_as_well():
     model = Drift(0.01, 0.3)
     episodes = simulate(model, RandomPolicy(1), 4, contexts="balanced", seed=0)

@@ -221,6 +221,7 @@ def test_every_backend_draws_trajectories(make, name):
         assert ((draws.double().mean(0) - mean) / error).abs().max() < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), [(LINE, "grid"), (LINE, "ekf"), (LINE, "smc")])
 def test_chunks_and_pieces_agree(model, name, monkeypatch):
     episodes = simulate(model, RandomPolicy(3), 5, seed=0).truncated(torch.tensor([6, 2, 4, 6, 1]))

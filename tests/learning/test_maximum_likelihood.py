@@ -41,6 +41,7 @@ def test_accuracy_in_closed_form_if_contexts_are_known():
     assert estimate.standard_errors["accuracy"].item() == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_starts_find_the_higher_of_two_maxima():
     """Few of the contexts are known: the mirror image of the sensor is a maximum, but a lower one."""
     episodes = simulate(Sensor(0.8), RandomPolicy(1), 60, seed=0)

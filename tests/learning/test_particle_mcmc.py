@@ -99,6 +99,7 @@ def test_a_start_where_no_particle_is():
     assert width[0, 0] != width[1, 0]  # each chain found its own
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:particle_marginal_metropolis_hastings")
 def test_no_start_at_all_says_what_to_pass():
     episodes = simulate(Window(0.6), RandomPolicy(1), 10, seed=0)
@@ -111,6 +112,7 @@ def test_no_start_at_all_says_what_to_pass():
     particle_marginal_metropolis_hastings(Window(0.6), episodes, prior, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [None, "exact"])
 def test_episodes_that_are_not_the_models(likelihood):
     model = Alarm() if likelihood else Window()

@@ -126,6 +126,7 @@ def full(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_everything_is_on_the_page(full):
     data = written(full.path, policy=RandomPolicy(3)).data
     assert data["title"] == "LineGrid"
@@ -239,6 +240,7 @@ def test_only_its_own_script_may_run_and_nothing_be_loaded(full):
     assert set(re.findall(r"https?://[^\"'\s<]+", outside)) == {"http://www.w3.org/2000/svg"}
 
 
+@pytest.mark.slow
 def test_size_of_a_page(tmp_path):
     """Twelve episodes of Light–Dark with 200 particles fit well."""
     new_run(tmp_path / "run").finish()
@@ -337,6 +339,7 @@ def test_many_episodes_of_algorithm_1_are_thinned(full):
     assert found["sentence"].endswith(" 20 of the episodes:")
 
 
+@pytest.mark.slow
 def test_figures_are_where_they_belong(full):
     """What a solution's figure shows is on the page already, if there are a history and episodes."""
     draw(full, "solution", "algorithm_1", "mine")

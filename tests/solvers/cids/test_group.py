@@ -289,6 +289,7 @@ def test_moments_are_of_all_episodes(found):
         assert torch.equal(ours["broadcast"]["tensor"], values[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_get_where_one_gets(found, monkeypatch, name):
     _, (first, second) = found
@@ -299,6 +300,7 @@ def test_two_processes_get_where_one_gets(found, monkeypatch, name):
     assert first[name]["history"]["seconds_rollout"].equal(second[name]["history"]["seconds_rollout"])
 
 
+@pytest.mark.slow
 def test_the_shards_matter(monkeypatch):
     """Or the comparison above could not tell whether they were played."""
     model, settings = CASES["critic"](0)
@@ -413,6 +415,7 @@ class AtOnce(ObservableOperator):
     draws = False
 
 
+@pytest.mark.slow
 def test_shards_are_filtered_at_once_where_nothing_is_drawn(monkeypatch):
     real, calls = ObservableOperator.run, []
     monkeypatch.setattr(ObservableOperator, "run", lambda *args, **kw: calls.append(1) or real(*args, **kw))

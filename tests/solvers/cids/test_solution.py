@@ -26,6 +26,7 @@ def solution():
     )
 
 
+@pytest.mark.slow
 def test_what_it_exports_are_episodes_of_its_policy(solution, tmp_path):
     data = solution.to_inference_data(30, likelihood="exact", chains=2, draws=50, seed=1)
     assert data.posterior.sizes["episode"] == 30

@@ -186,6 +186,7 @@ def test_the_temperature_follows_its_schedule():
     assert list(solution.history["iteration"].values) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [ActorCritic(), Reinforce(), Reinforce(baseline=False)])
 def test_a_policy_of_the_users_own(estimator):
     model = LineGrid()
@@ -224,6 +225,7 @@ def interrupted_fit(after, model, **settings):
     return stop.value.solution
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, whole):
     settings = {**SHORT, "checkpoint": tmp_path, "checkpoint_every": 2}
     part = interrupted_fit(5, LineGrid(), **settings)
@@ -346,6 +348,7 @@ def test_a_checkpoint_of_another_fit_is_refused(kept, change, named):
         cids.fit(**{"model": LineGrid(), **SHORT, **change}, checkpoint=kept)
 
 
+@pytest.mark.slow
 def test_numpy_numbers_and_functions_can_be_resumed(tmp_path):
     """Settings that a careless checkpoint could not read back, or would not recognise."""
 
@@ -596,6 +599,7 @@ def test_callbacks_are_told_and_tensorboard_writes(tmp_path):
     assert events.stat().st_size > 500
 
 
+@pytest.mark.slow
 def test_a_progress_bar_says_how_it_goes_and_how_long_it_takes(capsys):
     cids.fit(LineGrid(), **{**SHORT, "iterations": 30, "progress": True})
     shown = capsys.readouterr().err
@@ -613,6 +617,7 @@ def test_lines_say_it_too(monkeypatch):
     assert re.search(r"likelihoods by exact: 1 of 6 iterations, return .*, H bits .*, τ .*; .* left$", line)
 
 
+@pytest.mark.slow
 def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
     rest = {name: value for name, value in SHORT.items() if name != "likelihood"}
     ours, exact = cids.fit(LineGrid(), **rest), cids.fit(LineGrid(), **rest, likelihood="exact")
@@ -705,6 +710,7 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is():
         ActorCritic(warm_up=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "weights_of"), [(22, 20), (3, 18)])
 def test_a_checkpoint_holds_the_best_so_far(tmp_path, every, weights_of):
     """Of the first window of twenty iterations; before its end, the last that was written."""

@@ -171,6 +171,7 @@ def test_policies_that_draw_are_not_valued_exactly():
     assert (played.values[0] - expected).abs().le(4 * played.standard_errors[0]).all()
 
 
+@pytest.mark.slow
 def test_optima_may_be_numbers():
     known = Optima(torch.tensor([3.0, 5.0]).double(), torch.zeros(2).double(), "closed form")
     own, same, *plain = (

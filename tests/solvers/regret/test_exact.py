@@ -165,6 +165,7 @@ def test_the_bound_is_above_where_it_says_something():
     assert (run.i1.cumsum() <= i1).all()
 
 
+@pytest.mark.slow
 def test_more_is_given_up_for_information_at_a_higher_temperature():
     runs = [followed("short line grid", tau) for tau in TEMPERATURES]
     information, delta = [run.information[0] for run in runs], [run.delta[0] for run in runs]
