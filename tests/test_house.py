@@ -268,6 +268,7 @@ def test_rules_are_kept(rule):
     assert sorted(set(RULES[rule]()) - TO_DO[rule]) == [], RULES[rule].__doc__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_exceptions_are_still_needed(rule):
     assert sorted(TO_DO[rule] - set(RULES[rule]())) == [], "mended: take it off the list"

@@ -73,6 +73,7 @@ def test_returns_after_an_action_are_those_of_the_tables():
                 np.testing.assert_array_equal(returns[:, r, a, g], return_by_tables(model, taken, s, t))
 
 
+@pytest.mark.slow
 def test_returns_are_means_where_there_is_luck():
     model = ContextualTiger(horizon=4)
     plan = [0, 1, 2, 0]

@@ -431,6 +431,7 @@ def test_a_lost_belief_is_pushed_through_the_action():
     assert [(s.row, s.context, s.time) for s in moved.particles] == [([2.0], 0, 2), ([1.0], 1, 2)]
 
 
+@pytest.mark.slow
 def test_roots_are_drawn_from_the_filter():
     model = LightDark()
     policy = POUCT(model, num_simulations=1, num_particles=4000)

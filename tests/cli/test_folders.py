@@ -18,6 +18,7 @@ from cpomdp_ppl.models import LineGrid
 from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, change_record, interrupted, read, refused
 
 
+@pytest.mark.slow
 def test_the_same_fit_is_taken_up_and_another_is_refused(here, capsys):
     before = Path("here/history.csv").read_bytes()
     assert main([*FIT_COIN, "--quiet"]) == 0

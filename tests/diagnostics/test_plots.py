@@ -312,6 +312,7 @@ def test_an_episode_that_is_not_there_is_refused(smc, episode):
         plot_states(smc, episode)
 
 
+@pytest.mark.slow
 def test_only_the_same_episodes_can_be_compared(smc, grid, light_dark):
     model, episodes = light_dark
     with pytest.raises(ValueError, match=r"results: expected two or more results"):

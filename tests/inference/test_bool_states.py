@@ -123,6 +123,7 @@ def test_draws_are_booleans(model, name, tmp_path):
     assert set(np.unique(data["open" if isinstance(model, Tank) else "state"])) <= {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [FiniteValve(), Tank()], ids=lambda model: type(model).__name__)
 def test_everything_else_serves_them(model):
     finite = model.states is not None

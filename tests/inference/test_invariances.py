@@ -65,6 +65,7 @@ def test_permuted_contexts_and_episodes_give_permuted_results(case):
         same(one, other[order][:, :, contexts])
 
 
+@pytest.mark.slow
 def test_steps_past_the_end_change_nothing(case):
     backend, model, _, episodes = case
     T = model.horizon
@@ -87,6 +88,7 @@ def test_steps_past_the_end_change_nothing(case):
             same(found[b, length:], expected[0, -1:].expand_as(found[b, length:]))
 
 
+@pytest.mark.slow
 def test_one_episode_at_a_time_gives_the_same(case, monkeypatch):
     backend, model, _, episodes = case
     filtered, smoothed = backend.run(model, episodes), backend.smooth(model, episodes)

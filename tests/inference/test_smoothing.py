@@ -68,6 +68,7 @@ def gaussian_of_all_states(m, P, rounds):
     return np.concatenate(mean) + gain @ residual, covariance - gain @ H @ covariance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("seed", [1, 2, 6, 7])  # 2 and 6 have singular covariances
 def test_kalman_trajectories_are_draws_of_the_joint_gaussian(name, seed):

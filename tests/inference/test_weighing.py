@@ -35,6 +35,7 @@ LINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
 def test_by_quadrature(name):
     log_f = LINES[name](torch.tensor(X)).numpy() + stats.norm.logpdf(X)

@@ -328,6 +328,7 @@ def test_algorithm_1_by_episode(full):
         write_report(full.path, model=LineGrid())
 
 
+@pytest.mark.slow
 def test_many_episodes_of_algorithm_1_are_thinned(full):
     n = 101
     once = {name: [column[0]] * n for name, column in LIVED.items()}

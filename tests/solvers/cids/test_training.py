@@ -133,6 +133,7 @@ def test_every_model_can_be_fitted_with_defaults(model):
     assert len(figure.axes) == 3 + 2 * model.num_contexts
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_policy(whole):
     same, other = (cids.fit(LineGrid(), **{**SHORT, "seed": seed}) for seed in (3, 4))
     assert same_weights(whole.policy, same.policy)

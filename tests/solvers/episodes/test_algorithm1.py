@@ -352,6 +352,7 @@ def test_regret_is_what_the_told_agent_expects_less_what_was_earned():
         run.regret([1.0])
 
 
+@pytest.mark.slow
 def test_export_to_arviz_and_back(tmp_path):
     """Means of draws agree with the posterior within 4.5 standard errors."""
     model = LineGrid()
