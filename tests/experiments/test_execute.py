@@ -185,7 +185,7 @@ def error_classes():
                 continue
             for each in content.values():
                 own = isinstance(each, type) and each.__module__ == module.name
-                if own and issubclass(each, BaseException):
+                if own and issubclass(each, Exception):  # interruptions stay where they are
                     yield each
 
 
