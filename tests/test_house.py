@@ -92,7 +92,6 @@ MAY_TOUCH_THE_DISK = {
     "cpomdp_ppl.episodes_file": "Episodes.save and Episodes.load",
     "solvers.cids.solution": "solutions that are saved",
     "solvers.cids.group": "in memory: what processes send each other",
-    "solvers.commands": "commands",
 }
 
 DISK = re.compile(
