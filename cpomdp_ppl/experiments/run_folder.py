@@ -257,10 +257,10 @@ def next_folder(model: str, command: str, parent: str | os.PathLike[str] = "runs
     raise AssertionError("numbers do not end")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of those packages that results depend on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of packages that results depend on."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # from a source tree, perhaps

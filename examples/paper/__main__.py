@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.experiments.files import write_text_atomic
+from cpomdp_ppl.experiments.files import remove_folders, write_text_atomic
+from cpomdp_ppl.experiments.store import Store
 from examples import paper
-from examples.paper import figures, pool
 from examples.paper.comparison import LEVEL, Comparison, as_csv, as_markdown
-from examples.paper.parts import Part, parts
+from examples.paper.parts import parts
 from examples.paper.sizes import FULL, QUICK, Sizes
-from examples.paper.tasks import Store, Task, distinct
+from examples.paper.tasks import Results, Task, distinct, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 TASKS, TABLE, TIMES = "tasks", "comparison", "times.csv"
 INTERRUPTED = 130
@@ -61,16 +60,15 @@ def reproduce(
         The exit code: 0, 1 if a task failed, or 130 if Ctrl-C was pressed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    store = Store.of_this_code(folder / TASKS)
-    every = parts(sizes)
-    tasks = wanted(every, only, store.source)
-    progress(f"{done(tasks, store)} of {len(tasks)} tasks are finished; working in {folder}")
+    results = Results(folder / TASKS)
+    tasks = wanted(sizes, only)
+    progress(f"{done(tasks, results)} of {len(tasks)} tasks are finished; working in {folder}")
     try:
-        failures = pool.run(tasks, store, workers, progress)
-        progress(conclusion(sizes, store, folder))
+        failures = run(tasks, results, workers, progress)
+        progress(conclusion(sizes, results, folder))
     except KeyboardInterrupt:
         progress(
-            f"stopped: {done(tasks, store)} of {len(tasks)} tasks are finished and kept in {folder}; "
+            f"stopped: {done(tasks, results)} of {len(tasks)} tasks are finished and kept in {folder}; "
             "the same command goes on from there"
         )
         return INTERRUPTED
@@ -78,74 +76,55 @@ def reproduce(
         names = "; ".join(name for name, its in failures.items() if its == reason)
         print(f"\n{names} failed:\n{reason}", file=sys.stderr)
     if failures:
-        progress(unsuccessful(tasks, failures, store))
-    if left_over := store.unused(wanted(every, (), store.source)):
+        waiting = len(tasks) - done(tasks, results) - len(failures)
         progress(
-            f"{megabytes(left_over)} in {counted(len(left_over), 'folder')} of {store.folder} are of other "
-            "code or sizes, and nobody's now; --clean deletes them"
+            f"{len(failures)} of {len(tasks)} tasks failed, and {waiting} more could not be begun for that; "
+            "the same command tries what is not finished, and nothing else"
+        )
+    if left_over := results.unused(wanted(sizes)):
+        progress(
+            f"{len(left_over)} folders of {results.folder} are of other code or sizes; --clean deletes them"
         )
     return 1 if failures else 0
 
 
-def unsuccessful(tasks: Sequence[Task], failures: Mapping[str, str], store: Store) -> str:
-    """How many tasks failed, and how many could not be begun for that."""
-    waiting = len(tasks) - done(tasks, store) - len(failures)
-    text = f"{counted(len(failures), 'task')} failed"
-    if waiting:
-        text += f", and {waiting} more could not be begun, for want of what failed"
-    return f"{text}; the same command tries what is not finished, and nothing else"
-
-
 def clean(sizes: Sizes, folder: Path) -> str:
-    """Delete the folders of tasks that are of other code or sizes; how much that was."""
-    store = Store.of_this_code(folder / TASKS)
-    left_over = store.unused(wanted(parts(sizes), (), store.source))
-    size = megabytes(left_over)
-    for place in left_over:
-        shutil.rmtree(place)
-    return f"deleted {size} in {counted(len(left_over), 'folder')} of {store.folder}"
+    """Delete the folders of tasks that are of other code or sizes; how many these were."""
+    results = Results(folder / TASKS)
+    left_over = results.unused(wanted(sizes))
+    remove_folders(results.folder, left_over)
+    return f"deleted {len(left_over)} folders of {results.folder}"
 
 
-def megabytes(folders: Sequence[Path]) -> str:
-    """How much is in them."""
-    size = sum(file.lstat().st_size for place in folders for file in place.rglob("*") if not file.is_dir())
-    return f"{size / 1e6:.1f} MB"
+def wanted(sizes: Sizes, only: Sequence[str] = ()) -> list[Task]:
+    """The tasks of parts with these names, or of all, and what they need, each once."""
+    return distinct([task for part in parts(sizes) if not only or part.name in only for task in part.tasks])
 
 
-def counted(number: int, what: str) -> str:
-    """A number of things."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def wanted(every: Sequence[Part], only: Sequence[str], source: str) -> list[Task]:
-    """The tasks of parts with these names, and what they need, each once."""
-    return distinct([task for part in every if not only or part.name in only for task in part.tasks], source)
-
-
-def done(tasks: Sequence[Task], store: Store) -> int:
+def done(tasks: Sequence[Task], results: Results) -> int:
     """How many are finished."""
-    return sum(store.finished(task) for task in tasks)
+    return sum(map(results.finished, tasks))
 
 
-def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
+def conclusion(sizes: Sizes, results: Results, folder: Path) -> str:
     """Write table and figures of all parts that are complete; the table, in words and numbers."""
     rows: list[Comparison] = []
     sentences, missing, judged = [], [], 0
     seconds: dict[str, float] = {}
     for part in parts(sizes):
-        tasks = distinct(part.tasks, store.source)
-        if done(tasks, store) < len(tasks):
+        tasks = distinct(part.tasks)
+        if done(tasks, results) < len(tasks):
             missing.append(part.name)
             continue
-        outcome = part.conclude(store.result)
+        outcome = part.conclude(results.result)
         rows += outcome.rows
         differences = [row.sentence() for row in outcome.rows if row.paper is not None]
         differences += outcome.differences
         judged += len(differences)
         sentences += [*differences, *outcome.sentences]
         for name, figure in outcome.figures:
-            figures.save(figure, folder, name)
-        seconds |= {task.name: store.seconds(task) for task in tasks}
+            Store(folder).write_figure(name, figure, dpi=150)
+        seconds |= {task.name: results.seconds(task) for task in tasks}
     lines = [f"- {sentence}" for sentence in sentences]
     if missing:
         lines.append(f"- Not complete, and left out here: {', '.join(missing)}.")
@@ -164,19 +143,19 @@ def conclusion(sizes: Sizes, store: Store, folder: Path) -> str:
 
 def listing(sizes: Sizes, folder: Path, only: Sequence[str]) -> str:
     """Parts and tasks, which are finished, and about how long the others take."""
-    store = Store.of_this_code(folder / TASKS)
+    results = Results(folder / TASKS)
     lines = []
     for part in parts(sizes):
         if only and part.name not in only:
             continue
         lines.append(f"{part.name}  {part.title}")
-        for task in distinct(part.tasks, store.source):
-            state = "finished" if store.finished(task) else f"about {max(task.seconds, 1):.0f} s"
+        for task in distinct(part.tasks):
+            state = "finished" if results.finished(task) else f"about {max(task.seconds, 1):.0f} s"
             lines.append(f"    {task.name}: {state}")
-    tasks = wanted(parts(sizes), only, store.source)
-    left = sum(task.seconds for task in tasks if not store.finished(task))
+    tasks = wanted(sizes, only)
+    left = sum(task.seconds for task in tasks if not results.finished(task))
     lines.append(
-        f"{done(tasks, store)} of {len(tasks)} finished; about {left / 60:.0f} minutes of one core left"
+        f"{done(tasks, results)} of {len(tasks)} finished; about {left / 60:.0f} minutes of one core left"
     )
     return "\n".join(lines)
 

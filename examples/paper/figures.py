@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpomdp_ppl.diagnostics.style import BAND, COLOURS, GREY, TRUTH
-from cpomdp_ppl.experiments.files import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from examples.paper.comparison import Measured
 
@@ -30,15 +27,6 @@ COLOUR = {
 
 WINDOW = 1000
 """Episodes of learning that a point of a curve is the mean over, whoever learns, and for however long."""
-
-
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and SVG, the same bytes for the same figure."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with mpl.rc_context({"svg.hashsalt": name}):
-        write_atomic(paths[0], lambda file: figure.savefig(file, format="png", dpi=150))
-        write_atomic(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
-    return paths
 
 
 def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:

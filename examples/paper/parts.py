@@ -84,7 +84,7 @@ def light_dark(ratio: str = PAPER_RATIO) -> dict[str, Any]:
 
 def cids_fit(name: str, model: Mapping[str, Any], seed: int, seconds: float, **settings: Any) -> Task:
     """A fit of C-IDS."""
-    return Task(f"fit {name}, seed {seed}", work.fit_cids, {**model, "seed": seed, **settings}, (), seconds)
+    return Task(f"fit {name}, seed {seed}", work.fit_cids, {**model, "seed": seed, **settings}, None, seconds)
 
 
 def information_fit(sizes: Sizes, ratio: str, seed: int) -> Task:
@@ -127,7 +127,7 @@ def light_dark_fits(sizes: Sizes) -> dict[str, tuple[Task, ...]]:
             cids_fit(CRITIC, light_dark(), k, seconds[1], **critic) for k in range(sizes.critic_seeds)
         ),
         RDPG: tuple(
-            Task(f"fit {RDPG}, seed {k}", work.fit_rdpg, rdpg | {"seed": k}, (), seconds[2])
+            Task(f"fit {RDPG}, seed {k}", work.fit_rdpg, rdpg | {"seed": k}, None, seconds[2])
             for k in range(sizes.rdpg_seeds)
         ),
     }
@@ -150,7 +150,7 @@ def evaluation(
     """Judging a policy."""
     of = name if fit is None else fit.name.removeprefix("fit ")
     settings = {**(light_dark() if model is None else model), "policy": dict(policy), "episodes": episodes}
-    return Task(f"evaluate {of}", work.evaluate_policy, settings, () if fit is None else (fit,), seconds)
+    return Task(f"evaluate {of}", work.evaluate_policy, settings, fit, seconds)
 
 
 def planners(sizes: Sizes) -> dict[str, dict[str, Any]]:
@@ -302,8 +302,8 @@ def trajectories(sizes: Sizes, fits: Mapping[str, tuple[Task, ...]]) -> Part:
     """Figure 5: where they go. Of a learner, the first seed."""
     settings = light_dark() | {"trajectories": sizes.trajectories, "seed": 0}
 
-    def playing(name: str, policy: Mapping[str, Any], seconds: float, *needs: Task) -> Task:
-        return Task(f"play {name}", work.play, settings | {"policy": dict(policy)}, needs, seconds)
+    def playing(name: str, policy: Mapping[str, Any], seconds: float, fit: Task | None = None) -> Task:
+        return Task(f"play {name}", work.play, settings | {"policy": dict(policy)}, fit, seconds)
 
     searching = planning(sizes, 2 * sizes.trajectories)
     tasks = {name: playing(name, learned(name), 3.0, fits[name][0]) for name in (INFORMATION, PRINTED, RDPG)}
@@ -353,7 +353,7 @@ def line_grid(sizes: Sizes) -> Part:
         f"play {name}",
         work.play,
         model | {"policy": {"kind": "C-IDS"}, "trajectories": sizes.trajectories, "seed": 0},
-        (fits[0],),
+        fits[0],
         1.0,
     )
     planned = Task("plan the line grid exactly", work.plan_exactly, model)

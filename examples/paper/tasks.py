@@ -1,29 +1,28 @@
-"""Units of work, each done once: a task, and the folder that its outcome is kept in."""
+"""Units of work, each done once: a task, and the run folder that its outcome is kept in."""
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.metadata
-import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cpomdp_ppl.experiments.execute import WorkerKilledError, in_parallel
 from cpomdp_ppl.experiments.files import CheckpointError, load_json, save_json
-from examples.paper import work
+from cpomdp_ppl.experiments.fingerprint import file_hash, fingerprint, name_of
+from cpomdp_ppl.experiments.run_folder import PACKAGES, RECORD, RunFolder, versions
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = ("torch", "pyro-ppl", "numpy", "pomdp-py")
-KEPT = re.compile(r"-[0-9a-f]{12}$")  # how the name of a task's folder ends
-RESULT, SECONDS, DESCRIPTION = "result.json", "seconds.json", "task.json"
+CODE = ("cpomdp_ppl/**/*.py", "solvers/**/*.py", "baselines/**/*.py", "examples/paper/work.py")
+NOT_USED = ("cpomdp_ppl/cli", "cpomdp_ppl/report")
+RESULT = "result.json"
 
-Work: TypeAlias = Callable[[Mapping[str, Any], Path, Sequence[Path]], dict[str, Any]]
-"""From settings, a folder of its own and the folders of the tasks it needs, to what it found out."""
+Work: TypeAlias = Callable[[Mapping[str, Any], Path, Path | None], dict[str, Any]]
+"""From settings, a folder of its own and that of the task it needs, if any, to what it found out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,124 +30,68 @@ class Task:
     """A fit, an evaluation, some trajectories.
 
     Attributes:
-        name: For people.
+        name: Name for people.
         work: A function that other processes can import.
-        settings: All that it depends on besides other tasks: plain numbers and words.
-        needs: Tasks whose folders it reads.
+        settings: All that it depends on besides other tasks: plain numbers and text.
+        need: A task whose folder it reads, if any.
         seconds: About how long it takes on a core; only the order of work depends on it.
     """
 
     name: str
     work: Work
     settings: Mapping[str, Any]
-    needs: tuple[Task, ...] = ()
+    need: Task | None = None
     seconds: float = 1.0
 
-    def key(self, source: str) -> str:
-        """A hash of everything that decides the outcome."""
-        what = f"{self.work.__module__}.{self.work.__qualname__}"
-        parts = [source, what, dict(self.settings), [need.key(source) for need in self.needs]]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    @property
+    def key(self) -> str:
+        """A hash of everything that decides the outcome but the code."""
+        need = None if self.need is None else self.need.key
+        return fingerprint([name_of(self.work), dict(self.settings), need])
 
 
 class ChangedCodeError(RuntimeError):
     """The code is not what it was when the run began."""
 
 
-def source_hash(start: Path = Path(work.__file__), root: Path = ROOT) -> str:
-    """A hash of the code that outcomes depend on, and of the versions of what it stands on.
-
-    Args:
-        start: The module that does the work.
-        root: What it imports from below here, however deep, counts as well.
-    """
-    return hash_of(reached(start, root), root)
-
-
-def hash_of(files: Iterable[Path], root: Path) -> str:
-    """A hash of files, and of the versions of libraries."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    for library in LIBRARIES:
-        try:
-            digest.update(f"{library} {importlib.metadata.version(library)}\0".encode())
-        except importlib.metadata.PackageNotFoundError:  # an extra that is not there
-            digest.update(f"{library} –\0".encode())
-    return digest.hexdigest()[:12]
-
-
-def reached(start: Path, root: Path) -> set[Path]:
-    """A module and all those below `root` that it imports, at once, later, or for types alone."""
-    found, left = set(), [start]
-    while left:
-        path = left.pop()
-        if path not in found:
-            found.add(path)
-            left += [file for name in _imported(path) for file in _files(root, name)]
-    return found
-
-
-def _imported(path: Path) -> Iterator[str]:
-    """Names that a module imports, of modules or of what is in them."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _files(root: Path, name: str) -> Iterator[Path]:
-    """The files of a dotted name: the module, and the packages that it is in."""
-    place = root
-    for part in name.split("."):
-        place = place / part
-        for file in (place / "__init__.py", place.with_suffix(".py")):
-            if file.is_file():
-                yield file
+def source_hash() -> str:
+    """A hash of the code that outcomes may depend on, and of the versions of the libraries it uses."""
+    paths = {str(path.relative_to(ROOT)): path for pattern in CODE for path in ROOT.glob(pattern)}
+    hashes = {name: file_hash(path) for name, path in paths.items() if not name.startswith(NOT_USED)}
+    return fingerprint([hashes, versions((*PACKAGES, "pomdp-py"))])
 
 
 @dataclass(frozen=True)
-class Store:
-    """Where outcomes are kept: one folder a task, named by what decides its outcome.
+class Results:
+    """Outcomes of tasks, each in a run folder that is named by what decides it.
 
     Attributes:
-        folder: Of all of them.
+        folder: Folder of all of them.
         source: Hash of the code; other code has other folders.
-        again: Reads that hash once more, as it is by now; None if nothing can have changed it.
     """
 
     folder: Path
-    source: str
-    again: Callable[[], str] | None = field(default=None, repr=False)
-
-    @staticmethod
-    def of_this_code(folder: Path) -> Store:
-        """For outcomes of the code that is there now."""
-        files = tuple(sorted(reached(Path(work.__file__), ROOT)))
-        again = partial(hash_of, files, ROOT)  # which files these are cannot change unless one of them does
-        return Store(folder, again(), again)
+    source: str = field(default_factory=source_hash)
 
     def place(self, task: Task) -> Path:
-        """The task's folder."""
+        """Path of the task's folder."""
         readable = re.sub(r"\W+", "_", task.name).strip("_")
-        return self.folder / f"{readable}-{task.key(self.source)}"
+        return self.folder / f"{readable}-{fingerprint([self.source, task.key])}"
 
     def finished(self, task: Task) -> bool:
         """Whether there is an outcome that can be read; one that is damaged is as good as none."""
         try:
-            self.result(task), self.seconds(task)
-        except (OSError, CheckpointError, KeyError, TypeError, ValueError):
+            return RunFolder.open(self.place(task)).finished and isinstance(self.seconds(task), float)
+        except (CheckpointError, OSError, KeyError):
             return False
-        return True
 
     def result(self, task: Task) -> dict[str, Any]:
-        """The outcome."""
-        return load_json(self.place(task) / RESULT)
+        """What the task found out."""
+        return dict(load_json(self.place(task) / RESULT)["result"])
 
     def seconds(self, task: Task) -> float:
         """How long it took, counted from when it was last started."""
-        return float(load_json(self.place(task) / SECONDS)["seconds"])
+        return float(load_json(self.place(task) / RESULT)["seconds"])
 
     def carry_out(self, task: Task) -> float:
         """Do it, and keep the outcome; the seconds it took.
@@ -156,37 +99,97 @@ class Store:
         Raises:
             ChangedCodeError: If the outcome would be of other code than its folder's name says.
         """
-        self.require_same_code()  # which this process may have imported long after the run began
-        place = self.place(task)
-        place.mkdir(parents=True, exist_ok=True)
+        self._require_same_code()  # which this process may have imported long after the run began
+        folder = RunFolder.create(
+            self.place(task),
+            name_of(task.work),
+            model=str(task.settings.get("model", "")),
+            settings=task.settings,
+            seed=task.settings.get("seed", 0),
+            source={"path": str(ROOT), "sha256": self.source},
+        )
         began = time.perf_counter()
-        result = task.work(task.settings, place, [self.place(need) for need in task.needs])
+        need = None if task.need is None else self.place(task.need)
+        result = task.work(task.settings, folder.path, need)
         seconds = time.perf_counter() - began
-        self.require_same_code()  # some of which is imported late
-        save_json(place / DESCRIPTION, {"name": task.name, "settings": dict(task.settings)})
-        save_json(place / SECONDS, {"seconds": seconds})
-        save_json(place / RESULT, result)  # the last, as it says that all the rest is there
+        self._require_same_code()  # some of which is imported late
+        save_json(folder.path / RESULT, {"result": result, "seconds": seconds})
+        folder.finish()
         return seconds
 
-    def require_same_code(self) -> None:
-        """Raise if the code has changed since the store was made."""
-        if self.again is not None and self.again() != self.source:
+    def _require_same_code(self) -> None:
+        if source_hash() != self.source:
             raise ChangedCodeError(
                 "the code has changed since the run began, and what it comes to would be taken for the old "
                 "code's; the same command begins again with the new code"
             )
 
-    def unused(self, tasks: Iterable[Task]) -> list[Path]:
-        """Folders of tasks that are not among these: of other code, mostly."""
+    def unused(self, tasks: Iterable[Task]) -> list[str]:
+        """Names of the folders of tasks that are not among these: of other code, mostly."""
         used = {self.place(task).name for task in tasks}
-        kept = [place for place in self.folder.glob("*") if place.is_dir() and KEPT.search(place.name)]
-        return sorted(place for place in kept if place.name not in used)
+        return sorted(p.parent.name for p in self.folder.glob(f"*/{RECORD}") if p.parent.name not in used)
 
 
-def distinct(tasks: Sequence[Task], source: str) -> list[Task]:
+def distinct(tasks: Sequence[Task]) -> list[Task]:
     """Tasks and all that they need, each once, needs first."""
     found: dict[str, Task] = {}
     for task in tasks:
-        for each in (*distinct(task.needs, source), task):
-            found.setdefault(each.key(source), each)
+        for each in (*distinct([] if task.need is None else [task.need]), task):
+            found.setdefault(each.key, each)
     return list(found.values())
+
+
+def first_of(task: Task) -> Task:
+    """What must be done first for a task: what it needs, or itself."""
+    return task if task.need is None else first_of(task.need)
+
+
+def run(
+    tasks: Sequence[Task], results: Results, workers: int, progress: Callable[[str], None]
+) -> dict[str, str]:
+    """Do what is not done yet, in several processes, the longest first.
+
+    A task that fails stops only those that need it. What needs a task is done after it in the same process.
+
+    Args:
+        tasks: Tasks with all that they need, each once.
+        results: Where outcomes are kept.
+        workers: Number of processes; one is this process itself.
+        progress: Given a line for every task that is over.
+
+    Returns:
+        What went wrong, by the names of tasks.
+    """
+    chains: dict[str, list[Task]] = {}
+    for task in tasks:
+        if not results.finished(task):
+            chains.setdefault(first_of(task).key, []).append(task)
+    jobs = sorted(chains.values(), key=lambda chain: -sum(task.seconds for task in chain))
+    left = sum(map(len, jobs))
+    failures: dict[str, str] = {}
+    try:
+        with closing(in_parallel(_carry_out, [(results, job) for job in jobs], workers=workers)) as outcomes:
+            for _, chain in outcomes:
+                for name, outcome in chain:
+                    left -= 1
+                    failed = isinstance(outcome, str)
+                    failures |= {name: outcome} if isinstance(outcome, str) else {}
+                    progress(f"{name}: {'failed' if failed else f'{outcome:.0f} s'}; {left} left")
+    except WorkerKilledError as error:
+        lost = [task for k in error.missing for task in jobs[k] if not results.finished(task)]
+        failures |= {task.name: "each process that took it up was killed" for task in lost}
+    return failures
+
+
+def _carry_out(job: tuple[Results, Sequence[Task]]) -> list[tuple[str, float | str]]:
+    """Seconds, or what went wrong, of tasks that build on each other, by name."""
+    results, tasks = job
+    outcomes: list[tuple[str, float | str]] = []
+    for task in tasks:
+        if results.finished(task) or (task.need is not None and not results.finished(task.need)):
+            continue  # a process before this one did it, or what it needs has failed
+        try:
+            outcomes.append((task.name, results.carry_out(task)))
+        except Exception:
+            outcomes.append((task.name, traceback.format_exc()))
+    return outcomes

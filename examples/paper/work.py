@@ -1,6 +1,6 @@
 """What tasks do: fit, evaluate, play. Each depends on its settings alone, and is seeded by them.
 
-Every function takes settings, a folder of its own, and the folders of the tasks that it needs.
+Every function takes settings, a folder of its own, and the folder of the fit that it needs, if any.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_model(settings: Mapping[str, Any]) -> CPOMDP:
     return model
 
 
-def fit_cids(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+def fit_cids(settings: Mapping[str, Any], folder: Path, need: Path | None) -> dict[str, Any]:
     """C-IDS; its learning curve."""
     model = make_model(settings)
     with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def fit_cids(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -
     }
 
 
-def fit_rdpg(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+def fit_rdpg(settings: Mapping[str, Any], folder: Path, need: Path | None) -> dict[str, Any]:
     """RDPG; its learning curve. The policy is that of `rdpg.fit`, which does not measure entropies."""
     model = make_model(settings)
     seed, total, num_episodes = settings["seed"], settings["episodes"], settings["curve_episodes"]
@@ -113,10 +113,10 @@ def best_return(model: CPOMDP) -> float:
     return float((model.prior().detach().to(best) * best).sum())
 
 
-def evaluate_policy(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+def evaluate_policy(settings: Mapping[str, Any], folder: Path, need: Path | None) -> dict[str, Any]:
     """What a policy earns and finds out, on average and in each episode."""
     model = make_model(settings)
-    policy, note = make_policy(model, settings["policy"], needs)
+    policy, note = make_policy(model, settings["policy"], need)
     B = settings["episodes"]
     found = evaluate(model, policy, B, reveal_context=isinstance(policy, ContextKnown), batch_size=B, seed=0)
     result = found.as_dict()
@@ -130,7 +130,7 @@ def evaluate_policy(settings: Mapping[str, Any], folder: Path, needs: Sequence[P
     return {**result, "each": each, "note": note}
 
 
-def plan_exactly(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+def plan_exactly(settings: Mapping[str, Any], folder: Path, need: Path | None) -> dict[str, Any]:
     """The most that any policy can earn in a finite model, and how uncertain it then leaves the context."""
     model = make_model(settings)
     best = exact.plan(model)
@@ -138,10 +138,10 @@ def plan_exactly(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path
     return {"return": best.expected_return, "entropy": left}
 
 
-def play(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> dict[str, Any]:
+def play(settings: Mapping[str, Any], folder: Path, need: Path | None) -> dict[str, Any]:
     """Some episodes of a policy in every context: where it went, and what could be believed."""
     model = make_model(settings)
-    policy, _ = make_policy(model, settings["policy"], needs)
+    policy, _ = make_policy(model, settings["policy"], need)
     contexts = [c for c in range(model.num_contexts) for _ in range(settings["trajectories"])]
     episodes = simulate(model, policy, len(contexts), contexts=contexts, seed=settings["seed"])
     follow = follow_by(model, None)
@@ -158,14 +158,13 @@ def play(settings: Mapping[str, Any], folder: Path, needs: Sequence[Path]) -> di
     }
 
 
-def make_policy(model: CPOMDP, settings: Mapping[str, Any], needs: Sequence[Path]) -> tuple[Any, str]:
+def make_policy(model: CPOMDP, settings: Mapping[str, Any], need: Path | None) -> tuple[Any, str]:
     """A policy by its kind, and what there is to say about it."""
     kind = settings["kind"]
     rest = {name: value for name, value in settings.items() if name != "kind"}
-    if kind == "C-IDS":
-        return cids.load(needs[0] / SOLUTION, model).policy, ""
-    if kind == "RDPG":
-        return load_rdpg(model, needs[0]), ""
+    if need is not None:
+        learned = cids.load(need / SOLUTION, model).policy if kind == "C-IDS" else load_rdpg(model, need)
+        return learned, ""
     if kind in ("POMCP", "POUCT"):
         from baselines import pomcp  # an extra
 
