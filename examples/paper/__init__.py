@@ -3,7 +3,7 @@
 python -m examples.paper --quick     # some minutes, in runs/paper/quick
 python -m examples.paper             # most of an hour on two cores, in runs/paper/full
 
-Needs the extras `plot`, `pomcp` and `parallel`. Work is divided into tasks, each with a run folder of its own;
+Needs the extras `plot`, `pomcp` and `parallel`. Work is divided into tasks, each with its own run folder;
 a run that was stopped, or killed, goes on from there, and comes to the same table. Other code begins anew, in
 other folders; what the old code left stays there until it is deleted with `--clean`.
 """
