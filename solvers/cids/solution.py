@@ -56,6 +56,8 @@ EARLIER = "policy.pt"
 """The name of the file of weights in solutions that do not say what it is called: the earliest."""
 CHECKPOINT = "checkpoint.pt"
 """The file that a fit keeps what it has learned in."""
+CHECKPOINT_VERSION = 2
+"""A fit goes on from checkpoints of this version alone; `load` also reads the policies of earlier ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +251,7 @@ def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
     settings, expected = state["settings"], describe_model(model)
     require_same(file, {name: settings.get(name) for name in expected}, expected)
     if not isinstance(state.get("prior"), list):
-        raise CheckpointError(f"{file} does not say what its policy is: go on with the fit, which does")
+        raise CheckpointError(f"{file} was written by an earlier version: it does not say what its policy is")
     try:
         last = {name[2:]: x for name, x in state["learner"]["networks"].items() if name.startswith("0.")}
         history = as_history({name: column.tolist() for name, column in state["measured"].items()})

@@ -20,7 +20,14 @@ from solvers.cids import experience
 from solvers.cids.group import process_group, single_process
 from solvers.cids.policy import LSTMPolicy, as_learnable
 from solvers.cids.settings import FitSettings
-from solvers.cids.solution import CHECKPOINT, Solution, as_history, read_checkpoint, shape_of
+from solvers.cids.solution import (
+    CHECKPOINT,
+    CHECKPOINT_VERSION,
+    Solution,
+    as_history,
+    read_checkpoint,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     import os
@@ -302,8 +309,14 @@ class Fitting:
         """Write a checkpoint, if there is a place for it, with what `load` needs to make the policy again."""
         if self.directory is None:
             return
-        identity = {"settings": self.description, "seed": self.learner.seed, "prior": self.prior.tolist()}
-        content = {**self.state_dict(), **identity, **shape_of(self.learner.policy)}
+        content = {
+            "version": CHECKPOINT_VERSION,
+            **self.state_dict(),
+            "settings": self.description,
+            "seed": self.learner.seed,
+            "prior": self.prior.tolist(),
+            **shape_of(self.learner.policy),
+        }
         save_tensors(self.directory / CHECKPOINT, content)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -314,6 +327,8 @@ class Fitting:
         """
         assert self.directory is not None
         path = self.directory / CHECKPOINT
+        if saved.get("version") != CHECKPOINT_VERSION:
+            raise CheckpointError(f"{path} was written by another version; use another directory")
         require_same(path, saved["settings"], self.description)
         try:
             self.load_state_dict(saved)

@@ -748,8 +748,14 @@ def test_a_checkpoint_of_other_policies(tmp_path):
         assert again.finished
         assert same_weights(again.policy, mine.policy)
     state = torch.load(tmp_path / "mine" / "checkpoint.pt", weights_only=True)
-    del state["prior"]  # as they were before
+    del state["version"]  # as they were before
     torch.save(state, tmp_path / "mine" / "checkpoint.pt")
-    with pytest.raises(CheckpointError, match="go on with the fit"):
+    assert same_weights(
+        cids.load(tmp_path / "mine", LineGrid(), policy=Table(LineGrid())).policy, mine.policy
+    )
+    with pytest.raises(CheckpointError, match="written by another version"):
+        cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine")
+    del state["prior"]  # as they were even earlier
+    torch.save(state, tmp_path / "mine" / "checkpoint.pt")
+    with pytest.raises(CheckpointError, match="does not say what its policy is"):
         cids.load(tmp_path / "mine", LineGrid())
-    assert cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine").finished
