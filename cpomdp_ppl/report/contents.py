@@ -130,12 +130,14 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
     regret = evaluation.get("regret")
     if regret is not None:
         error = _fixed(regret["standard_error"], 2)
-        more = f"± {error} (standard error) behind who is told the context"
+        more = f"± {error} (standard error) behind an agent that is told the context"
         numbers.append({"name": "Regret", "value": _fixed(regret["mean"], 2), "more": more})
     most = evaluation.get("informed_return")
     if regret is None and most is not None:
         error = _fixed(returns["standard_error"], 2)
-        more = f"± {error} (standard error) behind {most:.2f}, which nobody exceeds: context and state known"
+        more = (
+            f"± {error} (standard error) behind {most:.2f}, the most that knowing all of the state can earn"
+        )
         numbers.append({"name": "Regret, at most", "value": _fixed(most - returns["mean"], 2), "more": more})
     seconds = evaluation.get("seconds_per_decision")
     if seconds is not None:

@@ -23,16 +23,16 @@ def expected_information(
     """`I(C; o_{t+1} | h_t, a)` for every action, in nats, `[B, A]`: by how much entropy is expected to fall.
 
     Outcomes are drawn from the belief, the filter takes each of them in, and the falls of the posterior's
-    entropy are averaged. Actions after which nothing is seen get zero. Noise of the filter's own
-    passes for information, as it does everywhere: with few particles the estimate is too high.
+    entropy are averaged. Actions after which nothing is seen get zero. Noise of the filter passes for
+    information, as it does everywhere: with few particles the estimate is too high.
 
     To be called inside `inference_scope`.
 
     Args:
-        backend: Whose recursion it is.
-        recursion: At work on the model.
-        belief: About the state, first axes `[C, B]`.
-        log_posterior: Over contexts, `[B, C]`.
+        backend: The backend of the recursion.
+        recursion: The recursion of the filter.
+        belief: Belief about the state, first axes `[C, B]`.
+        log_posterior: Log-posterior over contexts, `[B, C]`.
         num_outcomes: How many outcomes K to draw for each action.
     """
     model, B, K = recursion.model, len(log_posterior), num_outcomes
@@ -67,6 +67,6 @@ def expected_information(
 
 
 def _entropy(log_p: Tensor) -> Tensor:
-    """Of distributions `[…, C]`, in nats, `[…]`; NaN for what is none."""
+    """Entropy of distributions `[…, C]`, in nats, `[…]`; NaN if the weights are."""
     nats: Tensor = torch.special.entr(log_p.exp()).sum(-1)
     return nats

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference import Recursion
     from cpomdp_ppl.model import CPOMDP
 
-MOST_NUMBERS = 400_000
-"""In all clouds together; of larger recordings fewer particles are kept."""
+MAX_CLOUD_NUMBERS = 400_000
+"""How many numbers all clouds may have together; of larger recordings, fewer particles are kept."""
 
-MOST_STATES = 64
-"""Finite states that are shown one by one; more of them are shown as numbers on a line."""
+MAX_FINITE_STATES = 64
+"""How many finite states are shown one by one; more of them are shown as numbers on a line."""
 
-MOST_COMPONENTS = 6
-"""Of a state with more than two numbers, each of which is shown on its own."""
+MAX_COMPONENTS = 6
+"""How many numbers are shown of a part of the state that has more than two."""
 
 FREQUENCIES = 1000
-"""Draws whose frequencies stand for the probabilities of finite states, where a filter does not tell them."""
+"""How many draws estimate the probabilities of finite states, if the filter does not know them."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Part:
         name: `state`; or `position`, `pose.heading` and so on; with an index for one number out of many.
         kind: `"line"`, `"plane"` or `"finite"`.
         true: Where the agent is, `[B, T + 1, D]`; D is 2 on a plane, else 1.
-        mean: Where the filter has it under every context, `[B, T + 1, C, D]`.
-        deviation: How sure of that it is, `[B, T + 1, C, D]`.
+        mean: Mean of the filter under every context, `[B, T + 1, C, D]`.
+        deviation: Standard deviation of the filter under every context, `[B, T + 1, C, D]`.
         cloud: Draws from the filter under every context, `[B, T + 1, C, M, D]`; None for finite states.
-        probabilities: Of finite states, under every context, `[B, T + 1, C, states]`; else None.
+        probabilities: Probabilities of finite states under every context, `[B, T + 1, C, states]`; else None.
         site: The observation site whose values can be set beside this part, if that is beyond doubt.
     """
 
@@ -57,7 +57,7 @@ class Part:
     site: str | None = None
 
     def first(self, number: int) -> Part:
-        """The same of the first so many episodes."""
+        """The same part of the first few episodes."""
         return replace(
             self,
             true=self.true[:number],
@@ -82,29 +82,29 @@ class Part:
 
 
 class Sketch:
-    """The parts of the state, as a belief changes in time.
+    """Collects the parts of the state, as a belief changes in time.
 
     Args:
-        model: Of what.
-        episodes: The truth.
+        model: The model.
+        episodes: The episodes, with the true states.
         num_particles: How many draws to keep, at most.
     """
 
     def __init__(self, model: CPOMDP, episodes: Episodes, num_particles: int) -> None:
         self.episodes = episodes
-        self.states = model.states if model.states is not None and model.states <= MOST_STATES else None
+        self.states = model.states if model.states is not None and model.states <= MAX_FINITE_STATES else None
         sig = signature(model)
         self.sites = sig.observations
         self.shapes = {name: leaf.shape for name, leaf in leaves(sig.state)}
         self.reals = {name: leaf.dtype.is_floating_point for name, leaf in leaves(sig.state)}
-        numbers = sum(min(shape.numel(), MOST_COMPONENTS) for shape in self.shapes.values())
+        numbers = sum(min(shape.numel(), MAX_COMPONENTS) for shape in self.shapes.values())
         each = len(episodes) * (episodes.horizon + 1) * model.num_contexts * numbers
-        self.num_draws = max(1, min(num_particles, MOST_NUMBERS // max(each, 1)))
+        self.num_draws = max(1, min(num_particles, MAX_CLOUD_NUMBERS // max(each, 1)))
         self._moments: list[tuple[Any, Any]] = []
         self._draws: list[Any] = []  # leaves [C, B, M, …], or probabilities [C, B, states]
 
     def add(self, recursion: Recursion, belief: Any) -> None:
-        """The belief at the next time."""
+        """Add the belief at the next time."""
         self._moments.append(recursion.moments(belief))
         if self.states is None:
             self._draws.append(recursion.draw(belief, self.num_draws))
@@ -140,7 +140,7 @@ class Sketch:
             if n in (1, 2):
                 kind = "line" if n == 1 else "plane"
                 found.append(Part(name, kind, true, mu, sd, cloud, None, self._site(name)))
-            for i in range(min(n, MOST_COMPONENTS) if n > 2 else 0):
+            for i in range(min(n, MAX_COMPONENTS) if n > 2 else 0):
                 true_i, mu_i, sd_i, cloud_i = (x[..., i : i + 1] for x in (true, mu, sd, cloud))
                 found.append(Part(f"{name}[{i}]", "line", true_i, mu_i, sd_i, cloud_i, None))
         return tuple(found)

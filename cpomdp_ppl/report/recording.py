@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History, Policy
 
-MOST_SEEN = 24
-"""Numbers that are shown of what was seen at a site."""
+MAX_SEEN = 24
+"""How many numbers are shown of what was seen at a site."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Recording:
 
     Attributes:
         model: Name of the model.
-        context_names: Of the C contexts.
-        action_names: Of the A actions.
+        context_names: Names of the C contexts.
+        action_names: Names of the A actions.
         likelihood: Name of the backend behind beliefs.
         episodes: What happened, contexts and states known.
         posterior: `P(c | h_t)`, float64 `[B, T + 1, C]`.
@@ -53,7 +53,7 @@ class Recording:
         expected_reward: `E[r_C(s_t, a) | h_t]` of every action, contexts summed out, `[B, T, A]`.
         expected_information: How much every action is expected to tell about the context in this step alone,
             in bits, `[B, T, A]`: an estimate.
-        parts: Of the state.
+        parts: The parts of the state.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Recording:
     parts: tuple[Part, ...]
 
     def first(self, number: int) -> Recording:
-        """The first so many of its episodes."""
+        """The recording of the first few episodes."""
         return replace(
             self,
             episodes=self.episodes[:number],
@@ -120,12 +120,12 @@ def record(
     Args:
         model: The CPOMDP.
         policy: Who acts.
-        num_episodes: How many episodes B, contexts that the prior holds possible equally often.
+        num_episodes: How many episodes B; contexts that the prior holds possible come equally often.
         likelihood: The filter behind beliefs: a backend or its name; left out, the `default_backend` for the
             model.
         num_particles: How many draws M from the belief under each context to keep, at most.
         num_outcomes: How many outcomes of each action are tried to see what it would tell.
-        prior: Over contexts, `[C]`; the model's if left out. The policy and the filter both start from it.
+        prior: Prior over contexts, `[C]`; the model's if left out. Policy and filter start from it.
         seed: Seed of all random numbers; None takes fresh entropy.
         progress: Whether to show a progress bar.
 
@@ -254,7 +254,7 @@ def _seen(episodes: Episodes) -> dict[str, Any]:
         v = torch.cat([first, values], 1)  # [B, T+1, …]
         f = torch.cat([known, flags], 1)
         f = f.reshape(f.shape + (1,) * (v.dim() - f.dim())).expand(v.shape)
-        v, f = (x.reshape(*x.shape[:2], -1)[..., :MOST_SEEN] for x in (v.double(), f))
+        v, f = (x.reshape(*x.shape[:2], -1)[..., :MAX_SEEN] for x in (v.double(), f))
         rows = significant(torch.where(f, v, math.nan))
         shown[site] = [[None if all(x is None for x in row) else row for row in each] for each in rows]
     return shown

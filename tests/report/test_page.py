@@ -276,7 +276,9 @@ def test_regret_that_is_not_known_is_bounded(full):
     numbers = {each["name"]: each for each in written(full.path).data["headline"]["numbers"]}
     assert "Regret" not in numbers
     assert numbers["Regret, at most"]["value"] == f"{100 - found.returns.mean:.2f}"
-    assert "behind 100.00, which nobody exceeds" in numbers["Regret, at most"]["more"]
+    assert (
+        "behind 100.00, the most that knowing all of the state can earn" in numbers["Regret, at most"]["more"]
+    )
 
 
 def test_an_evaluation_of_one_episode_has_no_errors(full):

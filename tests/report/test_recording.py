@@ -14,7 +14,7 @@ from cpomdp_ppl import CPOMDP, RandomPolicy
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import record
-from cpomdp_ppl.report.parts import MOST_COMPONENTS, MOST_NUMBERS
+from cpomdp_ppl.report.parts import MAX_CLOUD_NUMBERS, MAX_COMPONENTS
 from tests.conftest import fixed_actions
 from tests.programs import Dice, EyesOpen, Plates, Walk
 
@@ -254,7 +254,7 @@ class Nested(Walk):
 def test_parts_of_nested_states():
     recording = record(Nested(), RandomPolicy(2), num_episodes=2, num_particles=10, num_outcomes=2)
     names = [part.name for part in recording.parts]
-    assert names == ["pose.x", *(f"many[{i}]" for i in range(MOST_COMPONENTS))]
+    assert names == ["pose.x", *(f"many[{i}]" for i in range(MAX_COMPONENTS))]
     assert {part.kind for part in recording.parts} == {"line"}
     torch.testing.assert_close(recording.parts[4].true, 3 * recording.parts[0].true)
     torch.testing.assert_close(recording.parts[4].cloud, 3 * recording.parts[0].cloud)
@@ -284,7 +284,7 @@ def test_other_programs(program):
 def test_long_recordings_keep_fewer_particles():
     recording = record(LightDark(horizon=150), fixed_actions(*[1] * 150), num_episodes=12, num_outcomes=1)
     cloud = recording.parts[0].cloud
-    assert 0.9 * MOST_NUMBERS < cloud.numel() <= MOST_NUMBERS
+    assert 0.9 * MAX_CLOUD_NUMBERS < cloud.numel() <= MAX_CLOUD_NUMBERS
     assert cloud.shape[3] < 200
 
 
