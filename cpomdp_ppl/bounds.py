@@ -118,7 +118,7 @@ def _on_grids(model: CPOMDP) -> Tensor | None:
 
 
 def _covers(recursion: GridRecursion) -> bool:
-    """Whether nobody can get to the grid's boundary, beyond which nothing is known."""
+    """Whether no policy gets to the grid's boundary, beyond which nothing is known."""
     C, A, G = recursion.rewards.shape
     reached = torch.zeros(C, G, dtype=torch.float64)  # with what probability, at most
     for _ in range(recursion.model.horizon):

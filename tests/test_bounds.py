@@ -53,9 +53,9 @@ def test_the_best_of_all_rules_and_paths(seed):
 @pytest.mark.parametrize(
     "model", [LineGrid(), ContextualTiger(4), Machine(3)], ids=lambda m: type(m).__name__
 )
-def test_who_is_told_the_context_alone_earns_no_more(model):
-    told = [exact.plan(model, prior=point).value for point in np.eye(model.num_contexts)]
-    assert (informed_return(model).numpy() >= np.array(told) - 1e-9).all()
+def test_who_knows_the_context_alone_earns_no_more(model):
+    known = [exact.plan(model, prior=point).value for point in np.eye(model.num_contexts)]
+    assert (informed_return(model).numpy() >= np.array(known) - 1e-9).all()
 
 
 class Hill(CPOMDP):

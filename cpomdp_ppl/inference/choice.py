@@ -32,7 +32,7 @@ def default_backend(model: CPOMDP) -> Backend:
     That is `exact` for a finite model with no more states than the particle filter would have particles, if
     its tables fit in memory: it is then as quick, and has no noise. For all others it is the particle filter
     with its default settings, whose likelihoods are unbiased whatever the program. A Kalman filter is never
-    taken unasked: that a program is linear and Gaussian cannot be told from running it, and where it is not,
+    taken unasked: that a program is linear and Gaussian cannot be seen by running it, and where it is not,
     the filter is biased.
 
     Example:

@@ -14,7 +14,7 @@ def product(A: Tensor, B: Tensor) -> Tensor:
 def square_root(P: Tensor) -> Tensor:
     """Some L with `L Lᵀ = P` for a covariance `[…, D, D]` that may be singular: a Cholesky factor.
 
-    One column at a time, batched, because torch's own refuses singular matrices; where there is no
+    It is found one column at a time, since torch's factorisation refuses singular matrices. Where there is no
     variance left in a coordinate, its column is zero.
     """
     D = P.shape[-1]
@@ -32,9 +32,9 @@ def square_root(P: Tensor) -> Tensor:
 
 
 def pseudo_inverse(P: Tensor, rtol: float) -> Tensor:
-    """Of a covariance `[…, D, D]`, scaled so that units of measurement do not decide what counts as zero.
+    """The pseudo-inverse of a covariance `[…, D, D]`, in which units of measurement do not matter.
 
-    That is a part of less than `rtol` of the largest.
+    Eigenvalues of the correlation matrix count as zero if they are below `rtol` times the largest.
     """
     sd = P.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     scale = torch.where(sd > 0, sd, 1.0).reciprocal()

@@ -51,7 +51,7 @@ class Enumerated(Messenger):
 
     Args:
         program: Name of the program, for messages.
-        max_plate_nesting: How many axes on the right belong to the program's own plates.
+        max_plate_nesting: Number of axes on the right that belong to the program's own plates.
         nodes: Points that stand in for the noise of continuous sites; None refuses such sites.
 
     Attributes:
@@ -136,7 +136,7 @@ class Enumerated(Messenger):
         return combinations.reshape(*[len(points)] * n, *[1] * depth, *cells)
 
     def _plates(self, fn: Any) -> tuple[int, ...]:
-        """The program's own plates around a site, `own` axes."""
+        """Sizes of the program's own plates around a site, on `plate_axes` axes."""
         return (
             tuple(((1,) * self.plate_axes + tuple(fn.batch_shape))[-self.plate_axes :])
             if self.plate_axes

@@ -50,13 +50,13 @@ class GaussianSite:
         return self.loc + self.scale * noise
 
 
-def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
+def gaussian_site(program: str, site: Any, plate_axes: int) -> GaussianSite:
     """Read a site's distribution as Gaussian.
 
     Args:
         program: Name of the program, for messages.
-        site: The message.
-        own: How many axes belong to the program's own plates.
+        site: Pyro's message of the site.
+        plate_axes: Number of axes that belong to the program's own plates.
 
     Raises:
         UnsupportedModelError: If it is not, or if the program itself fixes the value of a random site.
@@ -80,11 +80,11 @@ def gaussian_site(program: str, site: Any, own: int) -> GaussianSite:
         )
     if isinstance(fn, torch.distributions.Normal):
         if not float(fn.scale.detach().min()) >= 0:  # NaN, if any is
-            require_parameters(program, site["name"], outer, _central(site, own))
+            require_parameters(program, site["name"], outer, _central(site, plate_axes))
         return GaussianSite(fn.loc, fn.scale)
     if isinstance(fn, torch.distributions.MultivariateNormal):
         if bool(fn._unbroadcasted_scale_tril.isnan().any()):
-            require_parameters(program, site["name"], outer, _central(site, own))
+            require_parameters(program, site["name"], outer, _central(site, plate_axes))
         return GaussianSite(fn.loc, fn._unbroadcasted_scale_tril, triangular=True)
     raise UnsupportedModelError(
         f"{program}: site '{site['name']}' is {type(fn).__name__}, but Kalman filters need every site to be "
@@ -98,12 +98,12 @@ def is_discrete_site(site: Any) -> bool:
     return not isinstance(fn, dist.Delta) and is_discrete(fn)
 
 
-def _central(site: Any, own: int) -> Tensor:
+def _central(site: Any, plate_axes: int) -> Tensor:
     """Where a site counts, at the first particle alone."""
     shape = site["fn"].batch_shape
-    axis = len(shape) - own - 1
+    axis = len(shape) - plate_axes - 1
     first = torch.arange(shape[axis]) == 0 if axis >= 0 else torch.tensor(True)
-    return first.reshape(-1, *[1] * own) & mask_of(site)
+    return first.reshape(-1, *[1] * plate_axes) & mask_of(site)
 
 
 class Reparameterised(Messenger):
@@ -111,7 +111,7 @@ class Reparameterised(Messenger):
 
     Args:
         program: Name of the program, for messages.
-        plate_axes: How many axes belong to the program's own plates.
+        plate_axes: Number of axes that belong to the program's own plates.
         noise: ε of all sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0, to find
             out how much is needed.
 

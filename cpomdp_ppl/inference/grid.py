@@ -55,7 +55,7 @@ COARSE_TAIL_FACTOR = 4 / 3
 """How much further tails are followed on the coarser grid."""
 
 ERROR_FACTOR = 2.0
-"""By what the difference between the two grids is multiplied to estimate an error."""
+"""Factor of the difference between the two grids in the estimate of an error."""
 
 LONGEST_REACH = 10.0
 """Standard deviations that are followed if the usual ones do not suffice."""

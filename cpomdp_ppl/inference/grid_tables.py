@@ -41,7 +41,7 @@ class GridTables(DiscreteRecursion):
 
     Attributes:
         grid: The cells whose centres are the G points.
-        tail_factor: By what factor the tails of noise are followed further than the settings say.
+        tail_factor: Factor by which the tails of noise are followed further than the settings say.
         shortest_reach: Standard deviations at which the tails of some noise are cut; infinity if there is no
             noise.
         jumps: Numbers of the cells inside which the density of an observation jumps.

@@ -21,7 +21,7 @@ class ImproperSites(Messenger):
 
     Args:
         program: Name of the program, for messages.
-        max_plate_nesting: How many axes on the right belong to the program's own plates.
+        max_plate_nesting: Number of axes on the right that belong to the program's own plates.
 
     Attributes:
         wrong: Where that is, bool `[context, episode, particle]` or a shape that broadcasts to it; None if

@@ -122,8 +122,8 @@ class KalmanRecursion(Recursion):
         """Push a Gaussian, and standard normal noise independent of it, through a function.
 
         Args:
-            function: Of points on the particle axis.
-            size: How many values m it has.
+            function: A function of points on the particle axis.
+            size: Number m of its values.
             belief: The Gaussian.
             num_noise: Dimension E of the noise that the function takes besides.
         """
@@ -318,13 +318,13 @@ class KalmanFilter(Backend):
 
 def _require_proper_scales(model: CPOMDP) -> None:
     """Look at the scales of sites at the mean of the first state, before torch draws with them."""
-    own = (1,) * model.max_plate_nesting
-    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *own)
+    plates = (1,) * model.max_plate_nesting
+    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *plates)
     refused = (UnsupportedModelError, NotImplementedError)  # what is not Gaussian is refused later
     with torch.no_grad(), model.running(), suppress(*refused):
-        with Reparameterised("initial", len(own)):
+        with Reparameterised("initial", len(plates)):
             state = model.initial(context)
-        with Reparameterised("observation", len(own)):
+        with Reparameterised("observation", len(plates)):
             model.observation(state, torch.zeros_like(context[:1]), context)
 
 

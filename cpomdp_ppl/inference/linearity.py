@@ -51,9 +51,9 @@ def is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
 
 def _starts_straight(recursion: KalmanRecursion) -> bool:
     """Whether the first state is a linear function of noise."""
-    C, E, own = recursion.model.num_contexts, recursion.initial_noise, recursion.plate_axes
+    C, E = recursion.model.num_contexts, recursion.initial_noise
     noise = _lines(torch.randn(2, C, 1, 64, E, dtype=recursion.coordinates.dtype))
-    with Reparameterised("initial", own, noise):
+    with Reparameterised("initial", recursion.plate_axes, noise):
         state = recursion.model.initial(recursion.context)
     return _straight(recursion.coordinates.vector(state, noise.shape[:-1]))
 
@@ -67,7 +67,7 @@ def _goes_straight(recursion: KalmanRecursion, episodes: Episodes) -> bool:
     for seen in observed_in_time(episodes):
         if not seen.observations:
             continue
-        # Lines through two states of the simulation, whichever, and on beyond one of them.
+        # Lines through any two states of the simulation, and on beyond one of them.
         pairs = x[torch.randint(B, (2, B, K)), torch.randint(K, (2, B, K))]  # [2, B, K, D]
         if seen.action is not None:
             points = _lines(pairs[:, None].expand(2, C, B, K, -1))  # [C, B, 3 K, D]

@@ -118,16 +118,16 @@ def imagined(
         context: The contexts, `[B]`.
         seen: The step; what was not observed there is not observed here.
     """
-    S, own = context.shape, (1,) * model.max_plate_nesting
-    action = None if seen.action is None else seen.action.reshape(S + own)
+    S, plates = context.shape, (1,) * model.max_plate_nesting
+    action = None if seen.action is None else seen.action.reshape(S + plates)
     with (
         isolated(seen.time),
         poutine.block(),
         torch_errors_as_model_errors(model),
-        Batched(S, len(own)),
+        Batched(S, len(plates)),
         Recorded(0) as visited,
     ):
-        model.observation(state, action, context.reshape(S + own))
+        model.observation(state, action, context.reshape(S + plates))
     percept = percept_of(signature, visited, seen.action, S)
     observed = {site: flags & seen.observed[site] for site, flags in percept.observed.items()}
     b = torch.stack([flags.reshape(len(x), -1).any(1) for flags in observed.values()]).any(0).nonzero()[:, 0]

@@ -74,9 +74,9 @@ def require_proper_parameters(model: CPOMDP) -> None:
     Raises:
         DensityError: If a parameter makes no sense; it names program, site and parameter.
     """
-    own = (1,) * model.max_plate_nesting
-    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *own)
-    action = torch.arange(model.num_actions, device=model.device).reshape(1, -1, 1, *own)
+    plates = (1,) * model.max_plate_nesting
+    context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *plates)
+    action = torch.arange(model.num_actions, device=model.device).reshape(1, -1, 1, *plates)
     batch = Batched((model.num_contexts, model.num_actions, 64), model.max_plate_nesting)
     with torch.no_grad(), poutine.block(), model.running(), torch_errors_as_model_errors(model), batch:
         with _ProperParameters("initial"):

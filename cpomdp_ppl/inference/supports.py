@@ -51,7 +51,7 @@ def _count(fn: Any, value: Tensor) -> Tensor:
 @inside_support.register(dist.OneOneMatching)
 @inside_support.register(dist.OneTwoMatching)
 def _matching(fn: Any, value: Tensor) -> Tensor:
-    """Pyro's constraint speaks of a batch as a whole."""
+    """Where values are matchings: Pyro's constraint checks a batch only as one."""
     sources, destinations = fn.logits.shape
     used = (value[..., None] == torch.arange(destinations, device=value.device)).sum(-2)  # […, destination]
     inside: Tensor = (used == sources // destinations).all(-1)

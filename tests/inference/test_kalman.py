@@ -441,7 +441,7 @@ def test_light_dark_against_the_exact_filter(name, bound):
 
 
 class DarkAtTheOrigin(LightDark):
-    """The first mean is exactly 0, so a plain filter needs to be told whether it is light there."""
+    """The first mean is exactly 0, so that it matters to a plain filter whether it is light there."""
 
     def observation(self, state, action, context):
         variance = torch.where((1 - 2 * context) * state > 0, self.light_variance, self.dark_variance)

@@ -107,10 +107,10 @@ def test_contexts_known_for_some():
     by_context = Bernoulli(p).log_prob(z[..., None]).sum(1) + torch.tensor(0.5).double().log()  # [B, C]
     known = episodes.contexts.clone()
     known[::2] = -1
-    told = by_context[torch.arange(6), episodes.contexts]
+    of_known = by_context[torch.arange(6), episodes.contexts]
     for contexts, expected in [
-        (episodes.contexts, told),
-        (known, torch.where(known < 0, by_context.logsumexp(-1), told)),
+        (episodes.contexts, of_known),
+        (known, torch.where(known < 0, by_context.logsumexp(-1), of_known)),
     ]:
         found = log_likelihood(model, replace(episodes, contexts=contexts), "exact", use_contexts=True)
         assert found.item() == pytest.approx(expected.sum().item(), abs=1e-5)

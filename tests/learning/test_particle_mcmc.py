@@ -233,9 +233,9 @@ def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
     assert 2 <= count < 10**6
     assert data.posterior.attrs["interrupted"] == 1
     options["draws"] = min(count, 20)
-    whole = particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
-    assert whole.posterior.attrs["interrupted"] == 0
-    assert np.array_equal(data.posterior["power"][:, :20], whole.posterior["power"])
+    finished = particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
+    assert finished.posterior.attrs["interrupted"] == 0
+    assert np.array_equal(data.posterior["power"][:, :20], finished.posterior["power"])
 
 
 def test_ctrl_c_before_there_are_draws(monkeypatch):
