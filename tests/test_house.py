@@ -203,7 +203,7 @@ def layers() -> Iterator[str]:
         package = module.split(".")[0]
         for target in imports(module):
             other = target.split(":")[0].split(".")[0]
-            if other in PACKAGES and other != package and other != "cpomdp_ppl":
+            if other in {*PACKAGES, "examples"} - {package, "cpomdp_ppl"}:
                 yield f"{module} -> {target}"
             elif package == other == "cpomdp_ppl" and room(module) != "cpomdp_ppl":
                 into = room(target)

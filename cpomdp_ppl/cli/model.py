@@ -40,7 +40,7 @@ class ModelSpec:
 
     @staticmethod
     def of(words: Sequence[str]) -> ModelSpec:
-        """From the words of a command line: the model, and `key=value` as often as needed.
+        """The model that words of a command line name: its place, and `key=value` as often as needed.
 
         Raises:
             CommandError: If they have another form.

@@ -43,7 +43,7 @@ class Budget:
 
     @staticmethod
     def of(options: Namespace, seed: int, progress: Progress) -> Budget:
-        """From the options of a command."""
+        """The budget that the options of a command set."""
         return Budget(options.simulations, options.training_episodes, seed, progress)
 
 
@@ -110,7 +110,7 @@ def code_hash(name: str) -> str | None:
 
 
 def _users_own(spec: str) -> Recipe:
-    """From `module:name` or `file.py:name`: a function of a history, a policy, or a recipe."""
+    """The recipe of `module:name` or `file.py:name`: a function of a history, a policy, or a recipe."""
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
         raise CommandError(f"policy: expected a name, module:name or path/to/file.py:name, got {spec}")

@@ -51,7 +51,7 @@ class CommandTarget:
 
     @staticmethod
     def of(options: Namespace) -> CommandTarget:
-        """From a command's options: RUN, or MODEL with `--policy`.
+        """The target that options of a command name: RUN, or MODEL with `--policy`.
 
         Raises:
             CommandError: If they do not go together.
