@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo paper quick test lint types tests abuse coverage browser bench clean
+.PHONY: demo paper quick test lint types tests abuse coverage browser bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/light_dark.py
@@ -53,6 +53,11 @@ browser: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
 	$(BIN)/python -m benchmarks
+
+# A static site in build/site, from docs/ and docstrings; a link that leads nowhere is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The constraints keep to versions that are known to work together; a newer torch may come with gigabytes of CUDA.
 $(INSTALLED): pyproject.toml constraints.txt

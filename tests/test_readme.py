@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,6 @@ def test_its_pictures_and_links_lead_somewhere(page):
         assert (ROOT / page).parent.joinpath(path).exists(), path
 
 
-def test_the_reference_is_that_of_the_code():
-    spec = spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    assert spec is not None
-    reference = module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    assert (ROOT / "docs" / "reference.md").read_text() == reference.page(), "run `python docs/reference.py`"
+def test_the_reference_lists_what_there_is():
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE):
+        assert pkgutil.resolve_name(name) is not None
