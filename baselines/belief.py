@@ -28,8 +28,8 @@ class Memory:
 
     Attributes:
         belief: Particles, leaves `[C, B, …]`.
-        prior: Over contexts, float64 `[B, C]`.
-        log_likelihood: Of everything seen, under every context, float64 `[B, C]`.
+        prior: Prior over contexts, float64 `[B, C]`.
+        log_likelihood: Log-likelihood of everything seen, under every context, float64 `[B, C]`.
         path: All steps so far, should it be necessary to go through them again.
     """
 

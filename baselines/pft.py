@@ -173,11 +173,11 @@ class Tree:
     drawn beforehand, of which some are in play.
 
     Attributes:
-        belief: Of every node, leaves `[K, C, B, …]`.
-        log_posterior: Over contexts, `[K, B, C]`.
+        belief: Belief of every node, leaves `[K, C, B, …]`.
+        log_posterior: Log-posterior over contexts, `[K, B, C]`.
         depth: Steps from the root, `[K, B]`; -1 for nodes that were never added.
-        reward: Of the edge that leads to a node, `[K, B]`; 0 for the root.
-        visits: Of every edge, `[K, B, A]`.
+        reward: Reward of the edge that leads to a node, `[K, B]`; 0 for the root.
+        visits: Visits of every edge, `[K, B, A]`.
         values: The mean return of simulations through an edge, from there on, `[K, B, A]`.
         first: The first node an edge led to, `[K, B, A]`; 0 for none.
         observations: Outcomes of the edge whose first node this is, by site `[K, B, J, …]`.
@@ -255,7 +255,7 @@ class Frontier:
         action: Taken there, `[R]`.
         first: The first node that edge led to, `[R]`; 0 if this is its first visit.
         outcome: Which of the edge's, `[R]`.
-        depth: Of the node, `[R]`.
+        depth: Depth of the node, `[R]`.
     """
 
     episode: Tensor
@@ -443,7 +443,7 @@ class Search:
             k: The number of the nodes.
             b: The episodes whose they are, `[R]`.
             returns: What each plan earns after every action, in every context, `[C, R, A, G]`.
-            posterior: Over contexts, `[R, C]`.
+            posterior: Posterior over contexts, `[R, C]`.
         """
         worth = torch.einsum("rc,crag->rag", posterior, returns).amax(2)  # [R, A]
         self.tree.visits[k].index_fill_(0, b, 1.0)

@@ -29,9 +29,9 @@ class Agent:
         model: What the agent believes of the world.
         policy: Who decides.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
-        prior: Over contexts, `[C]`; the model's if left out. The policy and the filter both start from it.
+        prior: Prior over contexts, `[C]`, from which policy and filter start; the model's if left out.
         greedy: Whether to take the likeliest action instead of drawing one.
-        seed: Of the policy's draws and the filter's; left out, fresh entropy is taken.
+        seed: Seed of the policy's draws and the filter's; left out, fresh entropy is taken.
 
     Attributes:
         filter: The online filter, for its moments and expected rewards.

@@ -109,7 +109,7 @@ def evaluate(
             or takes all cores; see `cpomdp_ppl.experiments.execute`. It makes no difference to the result,
             unless a policy changes as it plays: what it does to itself in another process stays there.
         progress: Whether to show a progress bar, by decisions (by batches, if those are played in other
-            processes); or a function that is told now and then how far it has got, and how long it will take.
+            processes); or a function that is given a line of text now and then, about how far it has got.
         seed: Seed of all random numbers; None takes fresh entropy, once for all policies.
 
     Example:

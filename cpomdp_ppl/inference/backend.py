@@ -235,7 +235,7 @@ class Backend(ABC):
             model: The CPOMDP.
             episodes: What was done and seen.
             num_trajectories: How many trajectories M to draw for every episode and context.
-            seed: Of the random numbers.
+            seed: Seed of the random numbers.
 
         Raises:
             UnsupportedModelError: If this backend cannot serve the model.
@@ -322,7 +322,7 @@ def require_real_moments(mean: Any, variance: Any, axes: int, place: Callable[..
     """Raise unless means are finite and variances numbers, which may be too large for their type.
 
     Args:
-        mean: Of the state.
+        mean: Mean of the state.
         variance: Likewise.
         axes: How many first axes of every leaf tell the place.
         place: What to call a place, from its indices.

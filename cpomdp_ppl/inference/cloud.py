@@ -27,7 +27,7 @@ class Cloud:
 
     Attributes:
         state: Leaves `[C, B, N, …]`.
-        weights: Of the particles.
+        weights: Weights of the particles.
         families: Which particle of time 0 each one descends from.
         resampled: Which rows were resampled before the last move, bool `[C, B]`.
     """
@@ -66,7 +66,7 @@ class Cloud:
         """Draw J states in each of R episodes, with their contexts.
 
         Args:
-            log_posterior: Over contexts, in those episodes, `[R, C]`.
+            log_posterior: Log-posterior over contexts in those episodes, `[R, C]`.
             episodes: Which of the B those are, `[R]`.
             num_draws: How many J.
 

@@ -103,7 +103,7 @@ class Filtering:
         """`log P(c | o_{1:t})` for t = 0 … T, float64 `[B, T + 1, C]`.
 
         Args:
-            prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+            prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
 
         Raises:
             ValueError: If the prior is none.
@@ -150,7 +150,7 @@ def log_normalised(joint: Tensor, time: int = 0) -> Tensor:
 
     Args:
         joint: Prior and likelihood together.
-        time: Of the first of the T times, for messages.
+        time: The first of the T times, for messages.
 
     Raises:
         DegenerateWeightsError: If no context is left.

@@ -39,7 +39,7 @@ class Observed:
         rows: Indices of the episodes in which anything was observed; None if it was in all.
         alive: Which episodes are still going on, bool `[B]`; None if all are.
         offset: Number of the first of these episodes, for messages.
-        numbers: Of these episodes among those, `[B]`, if they are a selection.
+        numbers: Numbers of these episodes among those, `[B]`, if they are a selection.
         complete: Whether everything is known to have been observed wherever anything was.
     """
 
@@ -117,7 +117,7 @@ def hidden_parents(
     """Sites that were not seen everywhere, though the distribution of something that was depends on them.
 
     Args:
-        signature: Of the model.
+        signature: Signature of the model.
         seen: The step.
         children: The sites whose distributions are of interest; None for all.
     """
@@ -160,7 +160,7 @@ def log_density_of_seen(
 
     Args:
         model: The CPOMDP.
-        signature: Of the model.
+        signature: Signature of the model.
         state: Leaves `[C, B, N, …]`.
         context: `[C, 1, 1]` (with the program's own axes).
         seen: The step.

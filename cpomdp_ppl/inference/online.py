@@ -50,15 +50,15 @@ class OnlineFilter:
 
     Args:
         backend: Which filter.
-        model: Of what.
+        model: The model that is filtered.
         num_episodes: How many episodes B are followed side by side.
-        prior: Over contexts, `[C]` or `[B, C]`; the model's if left out.
+        prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
         seed: For backends that draw random numbers.
 
     Attributes:
         belief: The backend's belief about the state, with first axes `[C, B]`.
-        log_likelihood: Of everything seen so far, float64 `[B, C]`.
-        prior: Over contexts, float64 `[B, C]`.
+        log_likelihood: Log-likelihood of everything seen so far, float64 `[B, C]`.
+        prior: Prior over contexts, float64 `[B, C]`.
         latest: What the last step told; before any, that nothing was seen.
         time: Number of steps so far.
 

@@ -34,7 +34,7 @@ class Genealogy:
     """A particle filter that notes who descends from whom.
 
     Attributes:
-        parents: Of every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None if each
+        parents: For every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None if each
             descends from the one of its own number.
     """
 

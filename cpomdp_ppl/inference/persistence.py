@@ -62,8 +62,8 @@ def filtered(
         backend: Which filter.
         model: The CPOMDP.
         episodes: What was done and seen.
-        prior: Over contexts, `[C]` or `[B, C]`: those that it excludes cannot save an episode. The model's if
-            left out.
+        prior: Prior over contexts, `[C]` or `[B, C]`: those it excludes cannot save an episode. The model's
+            if left out.
         seed: For backends that draw random numbers.
         moments: Whether to compute filtered means and variances of the state, too.
 
@@ -112,7 +112,7 @@ class Track:
 
     Attributes:
         belief: The backend's belief about the state, with first axes `[C, B]`.
-        log_likelihood: Of everything observed so far, float64 `[C, B]`.
+        log_likelihood: Log-likelihood of everything observed so far, float64 `[C, B]`.
         path: All steps so far, should it be necessary to go through them again; else the last one alone.
     """
 
@@ -130,7 +130,7 @@ class Persistent:
     Args:
         backend: Which filter.
         recursion: It, at work.
-        prior: Over contexts, `[B, C]`: those that it excludes cannot save an episode.
+        prior: Prior over contexts, `[B, C]`: those that it excludes cannot save an episode.
     """
 
     def __init__(self, backend: Backend, recursion: Recursion, prior: Tensor) -> None:

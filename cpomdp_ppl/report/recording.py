@@ -220,7 +220,7 @@ class Watched:
         num_actions: How many actions A there are.
 
     Attributes:
-        probabilities: Of the actions, `[B, A]` at every time; NaN where the policy told none.
+        probabilities: Probabilities of the actions, `[B, A]` at every time; NaN where the policy gave none.
     """
 
     def __init__(self, policy: Policy, num_actions: int) -> None:
