@@ -20,6 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from torch.distributions import Binomial
 
 from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.rng import index_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,10 +117,7 @@ def draw_index(fn: Categorical) -> Tensor | None:
     p = fn.probs if "probs" in vars(fn) else fn.logits.exp()  # what is not given would have to be computed
     if not float(p.min()) >= 0:  # NaN, if any is
         return None
-    total = p.cumsum(-1)
-    total = total[..., :-1] / total[..., -1:]  # exactly 1 from the last possible index on: u is below
-    u = torch.rand((*fn.batch_shape, 1), dtype=p.dtype, device=p.device)
-    return (total <= u).sum(-1)
+    return index_at(p, torch.rand((*fn.batch_shape, 1), dtype=p.dtype, device=p.device))
 
 
 def support_of(fn: Any) -> Tensor | None:

@@ -133,6 +133,13 @@ def inverse_cdf(weights: Tensor, levels: Tensor) -> Tensor:
     return first_above(total / total[..., -1:], levels)
 
 
+def index_at(weights: Tensor, level: Tensor) -> Tensor:
+    """As `inverse_cdf`, of a single level `[…, 1]` for weights `[…, N]` that broadcast with it: `[…]`."""
+    total = weights.cumsum(-1)
+    total = total[..., :-1] / total[..., -1:]  # exactly 1 from the last possible index on
+    return (total <= level).sum(-1)
+
+
 def first_above(cumulative: Tensor, levels: Tensor) -> Tensor:
     """The first index whose cumulative weight `[…, N]` is above each level `[…, M]`; the last, if none is."""
     return torch.searchsorted(cumulative, levels, right=True).clamp_(max=cumulative.shape[-1] - 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.sampling import choose
 from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import map_state
 

@@ -15,7 +15,7 @@ from cpomdp_ppl.inference.backend import Recursion
 from cpomdp_ppl.inference.discrete_smoother import forward_backward
 from cpomdp_ppl.inference.improper import ImproperSites
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
-from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.sampling import choose
 from cpomdp_ppl.inference.site_parameters import require_proper_parameters, torch_errors_as_model_errors
 
 if TYPE_CHECKING:

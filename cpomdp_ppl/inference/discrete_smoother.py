@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpomdp_ppl.arrays import how_many_fit
-from cpomdp_ppl.inference.resampling import choose
+from cpomdp_ppl.inference.sampling import choose
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 

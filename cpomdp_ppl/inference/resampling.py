@@ -139,21 +139,6 @@ def as_scheme(resampling: str | Resampling) -> Resampling:
     return resampling
 
 
-def choose(weights: Tensor, number: int) -> Tensor:
-    """Draw indices by their weights, independently and with replacement.
-
-    Args:
-        weights: `[…, N]`; they need not add up to 1.
-        number: How many to draw from every row.
-
-    Returns:
-        Indices 0 … N - 1, `[…, number]`.
-    """
-    cumulative = distribution_function(weights)
-    u = torch.rand(*weights.shape[:-1], number, dtype=torch.float64, device=weights.device)
-    return first_above(cumulative, u * cumulative[..., -1:])
-
-
 def distribution_function(weights: Tensor) -> Tensor:
     """Cumulative sums in float64: in float32 they miss 1 by enough to lose the last particle."""
     return weights.double().cumsum(-1)

@@ -14,6 +14,7 @@ from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.handlers import cannot_be_drawn, draw_normal, expanded
 from cpomdp_ppl.inference.density import unfit, unmasked
 from cpomdp_ppl.inference.supports import is_discrete
+from cpomdp_ppl.rng import first_above, index_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,9 +109,7 @@ def _from_noise(fn: Any, shape: torch.Size) -> Any:
         return (torch.rand(shape, dtype=p.dtype, device=p.device) < p).to(p.dtype)
     if isinstance(fn, dist.Categorical):
         p = fn.probs
-        total = p.cumsum(-1)
-        total = total[..., :-1] / total[..., -1:]  # exactly 1 from the last possible index on: u is below
-        return (total <= torch.rand((*shape, 1), dtype=p.dtype, device=p.device)).sum(-1)
+        return index_at(p, torch.rand((*shape, 1), dtype=p.dtype, device=p.device))
     if fn.event_shape or is_discrete(fn):
         return None
     try:  # in float64, whose uniform numbers get 8 standard deviations far: those of float32, 5
@@ -119,3 +118,18 @@ def _from_noise(fn: Any, shape: torch.Size) -> Any:
         return fn.icdf(levels).to(median.dtype)
     except (NotImplementedError, AttributeError):
         return None
+
+
+def choose(weights: Tensor, number: int) -> Tensor:
+    """Draw indices by their weights, independently and with replacement.
+
+    Args:
+        weights: `[…, N]`; they need not add up to 1.
+        number: How many to draw from every row.
+
+    Returns:
+        Indices 0 … N - 1, `[…, number]`.
+    """
+    cumulative = weights.double().cumsum(-1)  # in float32, it would miss the last index
+    levels = torch.rand(*weights.shape[:-1], number, dtype=torch.float64, device=weights.device)
+    return first_above(cumulative, levels * cumulative[..., -1:])
