@@ -56,7 +56,9 @@ from cpomdp_ppl.inference import (
     ObservableOperator,
     ParticleFilter,
     UnscentedKalmanFilter,
+    inference_scope,
     reference_backend,
+    scan,
 )
 from cpomdp_ppl.learning import (
     log_likelihood,
@@ -97,6 +99,12 @@ def online(backend):
     filter = backend.online(LEARNABLE, 2, seed=3)
     filter.observe(1, {"z": [0.5, 0.7]})
     return filter.posterior, filter.state_mean, filter.state_variance, filter.expected_reward(0)
+
+
+def scanned():
+    with inference_scope(LEARNABLE, seed=3):
+        recursion = ParticleFilter(16).recursion(LEARNABLE)
+        return [step.increment for step in scan(recursion, EPISODES)]
 
 
 def acted(policy=None):
@@ -205,6 +213,7 @@ CALLS = {
     **{f"{n}.run": lambda b=b: b.run(LEARNABLE, EPISODES, seed=3) for n, b in BACKENDS.items()},
     **{f"{n}.smooth": lambda b=b: b.smooth(LEARNABLE, EPISODES, 3, seed=3) for n, b in BACKENDS.items()},
     **{f"{n}.online": lambda b=b: online(b) for n, b in BACKENDS.items()},
+    "scan, in inference_scope": scanned,
     "exact.run": lambda: ObservableOperator().run(FINITE, FINITE_EPISODES),
     "exact.smooth": lambda: ObservableOperator().smooth(FINITE, FINITE_EPISODES, 3, seed=3),
     "reference_backend": lambda: reference_backend(LightDark(horizon=1)),

@@ -38,7 +38,7 @@ def cluster():
 
 
 def test_a_worker_is_killed_in_the_middle(cluster, tmp_path):
-    """When some points are done and others are running; the bits are those of this process, and of loky."""
+    """When some points are done and others are running; the bits are those of this process."""
     notes, folder = tmp_path / "notes", tmp_path / "sweep"
     notes.mkdir()
     slowly, killed = Noting(notes, slow=0.3), []
@@ -60,8 +60,6 @@ def test_a_worker_is_killed_in_the_middle(cluster, tmp_path):
     assert os.getpid() not in processes
     here = sweep(Noting(tmp_path), AXES, workers=1, progress=False)
     assert found.drop_vars("python").identical(here.drop_vars("python"))  # Dask draws from that, too
-    with joblib.parallel_config(backend="loky", n_jobs=2):
-        assert sweep(Noting(tmp_path), AXES, progress=False).identical(here)
 
 
 def test_fits_have_the_same_bits_there(cluster):
@@ -91,6 +89,7 @@ def test_a_cluster_in_this_process_is_refused():
         in_parallel(abs, [-1])
 
 
+@pytest.mark.long
 def test_what_dask_gives_up_is_said(cluster):
     """A deadly item is tried as often as the cluster allows; the others are done."""
     done = {}
