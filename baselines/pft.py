@@ -83,7 +83,7 @@ class PFT:
             numbers of their own.
         seed: The same seed gives the same decisions; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.evaluation import evaluate
         >>> from cpomdp_ppl.models import LineGrid
         >>> model = LineGrid(horizon=6)

@@ -162,7 +162,7 @@ class POUCT(_TreeSearch):
             from.
         seed: Seed of all random numbers; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LineGrid
         >>> model = LineGrid()
@@ -256,18 +256,14 @@ class POMCP(_TreeSearch):
     Args:
         model: The CPOMDP.
         num_simulations: Simulations for each decision.
-        bins: How many bins for each number of a continuous observation; None for none.
-        limits: Where bins begin and end; see `POUCT`.
-        scheme: `"uniform"` or `"quantile"`; see `POUCT`.
-        rollout: `"blind"`, `"random"` or `"commitment"`; see `POUCT`.
-        exploration: The constant of UCB1; see `POUCT`.
-        num_particles: Particles of the belief.
-        seed: Seed of all random numbers; None takes fresh entropy.
+        settings: Further settings, all as in `POUCT`: `bins` for each number of a continuous observation (None
+            for none), `limits` and `scheme` of these bins, the `rollout`, the constant of UCB1
+            (`exploration`), the number of particles of the belief (`num_particles`), and a `seed`.
 
     Attributes:
         deprivation: How often a belief was lost so far. It decides nothing.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark(horizon=4)

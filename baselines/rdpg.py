@@ -131,7 +131,7 @@ def fit(
         RuntimeError: If a gradient is not finite.
         LearningInterrupted: On Ctrl-C; it carries the best policy so far.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> learned = fit(LineGrid(), 100, settings=Settings(random_episodes=50, updates=2), progress=False)
         >>> simulate(LineGrid(), learned.policy, 20, seed=0).actions.shape

@@ -62,7 +62,7 @@ def fit(
         ValueError: On arguments that make no sense.
         LearningInterrupted: On Ctrl-C; it carries what was learned so far.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import evaluate
         >>> from cpomdp_ppl.models import LineGrid
         >>> learned = fit(LineGrid(), 256, progress=False)

@@ -31,7 +31,7 @@ class Always:
         model: The CPOMDP.
         action: By index or name.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> simulate(LightDark(), Always(LightDark(), "right"), 2, seed=0).actions.unique()
@@ -127,7 +127,7 @@ class ByContext(Tracking):
 class MostLikelyContext(ByContext):
     """Act as if the likeliest context were it: certainty equivalence, which never looks on purpose.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()
@@ -193,7 +193,7 @@ class PosteriorSampling(ContextKnown):
         model: The CPOMDP.
         policies: One for each context; a policy that reads the prior may stand for all, `[policy] * C`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()
@@ -223,7 +223,7 @@ class ApproachObserveCommit(Tracking):
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         seed: Seed of the filter.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()

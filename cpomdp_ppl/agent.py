@@ -36,7 +36,7 @@ class Agent:
     Attributes:
         filter: The online filter, for its moments and expected rewards.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LightDark
         >>> agent = Agent(LightDark(), RandomPolicy(3), seed=0)

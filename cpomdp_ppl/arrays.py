@@ -90,7 +90,7 @@ def are_probabilities(p: Tensor) -> bool:
 def how_many_fit(budget: int, each: int) -> int:
     """How many things of a size, in bytes or numbers, are handled at once within a budget: at least one.
 
-    Example:
+    Examples:
         >>> how_many_fit(2**20, 1000), how_many_fit(10, 1000)
         (1048, 1)
     """
@@ -100,7 +100,7 @@ def how_many_fit(budget: int, each: int) -> int:
 def pieces(total: int, size: int) -> Iterator[slice]:
     """The slices of a range that are handled one after the other.
 
-    Example:
+    Examples:
         >>> list(pieces(5, 2))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """

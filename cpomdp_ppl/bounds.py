@@ -59,7 +59,7 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
         The returns, or None where they cannot be computed: if states are of another kind, too many, or
         without bounds, if no two grids agree, or if a reward is not finite in a state that may be impossible.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> informed_return(ContextualTiger(horizon=3))  # the treasure every time
         tensor([30., 30., 30.], dtype=torch.float64)

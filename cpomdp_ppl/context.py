@@ -25,7 +25,7 @@ Unit = Literal["nats", "bits"]
 def entropy(probabilities: Tensor | Sequence[float], unit: Unit = "nats") -> Tensor:
     """Shannon entropy of distributions `[…, C]`, `[…]`.
 
-    Example:
+    Examples:
         >>> entropy(torch.tensor([0.5, 0.5]), "bits")
         tensor(1.)
     """
@@ -107,7 +107,7 @@ def mutual_information(
         prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
         widest: Warn if the bracket is wider than this, in nats, beyond chance.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.inference import ParticleFilter
         >>> from cpomdp_ppl.models import LightDark

@@ -297,7 +297,7 @@ class Episodes:
         Raises:
             ValueError: Naming the argument, what was found and what was expected.
 
-        Example:
+        Examples:
             >>> from cpomdp_ppl.models import LightDark
             >>> nan = float("nan")
             >>> Episodes.from_arrays(LightDark(), [["right", "observe"]], {"z": [[nan, 0.7]]})

@@ -71,7 +71,7 @@ def invalid(argument: str, value: Any, expected: str) -> ValueError:
         value: What the caller passed.
         expected: What would have been accepted, as a noun phrase.
 
-    Example:
+    Examples:
         >>> raise invalid("num_episodes", 0, "a positive integer")
         Traceback (most recent call last):
         ...

@@ -41,7 +41,7 @@ class Generative:
     Args:
         model: The CPOMDP.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from cpomdp_ppl.inference import inference_scope
         >>> from cpomdp_ppl.models import LightDark

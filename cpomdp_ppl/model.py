@@ -48,7 +48,7 @@ class CPOMDP(PyroModule):
             then also called with `action=None`.
         max_plate_nesting: Number of axes that plates inside the programs take.
 
-    Example:
+    Examples:
         >>> class Coin(CPOMDP):
         ...     contexts, actions, horizon = ("fair", "loaded"), ("flip", "call fair", "call loaded"), 5
         ...     def initial(self, context):
@@ -163,7 +163,7 @@ class CPOMDP(PyroModule):
         Returns:
             The episodes drawn (one, if `num_episodes` is None).
 
-        Example:
+        Examples:
             >>> import pyro.poutine as poutine
             >>> from cpomdp_ppl import RandomPolicy
             >>> from cpomdp_ppl.models import LightDark

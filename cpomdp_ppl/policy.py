@@ -152,7 +152,7 @@ class FunctionPolicy:
     Args:
         function: Takes a `History` and returns actions `[B]` or a `Categorical` over them.
 
-    Example:
+    Examples:
         >>> go_right = FunctionPolicy(lambda history: torch.ones(history.num_episodes, dtype=torch.long))
         >>> look_first = FunctionPolicy(
         ...     lambda history: torch.where(history.observed["z"].sum(1) < 3, 2, 1))

@@ -32,7 +32,7 @@ def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: i
 def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
     """Check a single prior over contexts, the model's if None; a copy that sums to 1, float64 `[C]`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> one_prior(None, ContextualTiger()).tolist()  # the model's prior is in single precision
         [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
@@ -57,7 +57,7 @@ def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
         offset: A number in [0, 1); if it is drawn at random, every episode's context is distributed like the
             prior.
 
-    Example:
+    Examples:
         >>> stratified(torch.tensor([0.5, 0.25, 0.25]), 4)
         tensor([0, 0, 1, 2])
     """
@@ -87,7 +87,7 @@ def weighted_strata(
     Returns:
         Contexts in ascending order, int64 `[B]`, and weights that sum to 1, float64 `[B]`.
 
-    Example:
+    Examples:
         >>> weighted_strata(torch.tensor([0.96, 0.0, 0.04]), 6)[0]
         tensor([0, 0, 0, 0, 2, 2])
     """

@@ -99,7 +99,7 @@ def bar(progress: Progress, total: int, what: str, unit: str, initial: int = 0) 
 def roughly(seconds: float) -> str:
     """A time as one would say it.
 
-    Example:
+    Examples:
         >>> roughly(0.2), roughly(42), roughly(200), roughly(10_000)
         ('a second', '42 s', '3 min', '2.8 h')
     """

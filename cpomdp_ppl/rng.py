@@ -53,7 +53,7 @@ def require_seed(seed: Any) -> None:
 def fresh_seed(seed: int | None) -> int:
     """The seed itself, if it is a valid one; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> fresh_seed(3)
         3
     """
@@ -72,7 +72,7 @@ def seed_for(seed: int | None, *purpose: int) -> int | None: ...
 def seed_for(seed: int | None, *purpose: int) -> int | None:
     """A seed for each purpose of random numbers, derived from one seed; None stays None.
 
-    Example:
+    Examples:
         >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(0, 2)
         (True, False)
     """
@@ -85,7 +85,7 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
 def seeds_for(seed: int, number: int) -> list[int]:
     """So many seeds, each for another use of random numbers.
 
-    Example:
+    Examples:
         >>> len(set(seeds_for(0, 3)))
         3
     """
@@ -95,7 +95,7 @@ def seeds_for(seed: int, number: int) -> list[int]:
 def generators() -> tuple[Any, ...]:
     """The states of all generators, to compare: as long as nothing is drawn, they stay the same.
 
-    Example:
+    Examples:
         >>> before = generators()
         >>> before == generators()
         True
@@ -109,7 +109,7 @@ def generators() -> tuple[Any, ...]:
 def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
     """The generators whose states differ, by the module that draws from them.
 
-    Example:
+    Examples:
         >>> with isolated(0):
         ...     before = generators()
         ...     _ = np.random.rand()
@@ -125,7 +125,7 @@ def inverse_cdf(weights: Tensor, levels: Tensor) -> Tensor:
 
     An index of weight 0 is never among them.
 
-    Example:
+    Examples:
         >>> inverse_cdf(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0.0, 0.2, 0.3, 0.9]))
         tensor([0, 0, 2, 2])
     """
@@ -153,7 +153,7 @@ class RandomStream:
     Args:
         seed: Where the stream begins.
 
-    Example:
+    Examples:
         >>> stream = RandomStream(0)
         >>> with stream:
         ...     first = torch.rand(())

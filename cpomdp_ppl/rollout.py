@@ -61,7 +61,7 @@ def simulate(
         ValueError: On arguments that make no sense, or a policy that returns impossible actions.
         ModelError: If the model is incomplete, or produced something that is not finite.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()

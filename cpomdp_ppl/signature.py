@@ -114,7 +114,7 @@ def signature(model: CPOMDP) -> Signature:
 
     Without a batch, all axes are those of the program.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LightDark
         >>> signature(LightDark()).observations["z"].shape
         torch.Size([])

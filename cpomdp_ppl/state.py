@@ -17,7 +17,7 @@ def map_state(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
     None, for a state that is not known, stays None.
 
-    Example:
+    Examples:
         >>> map_state(torch.neg, {"position": torch.ones(2), "heading": torch.tensor(0.5)})
         {'position': tensor([-1., -1.]), 'heading': tensor(-0.5000)}
     """

@@ -72,7 +72,7 @@ def sweep(
         ValueError: On arguments that make no sense.
         SweepError: If some points failed; all others are computed before, and kept.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> quick = dict(likelihood="exact", iterations=2, batch_size=20, num_episodes=50)
         >>> found = sweep(LineGrid(), seeds=2, temperature=[0.0, 1.0], workers=1, progress=False, **quick)

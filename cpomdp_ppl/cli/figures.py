@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def figure_files(names: Sequence[str]) -> tuple[str, ...]:
     """The files of figures, in a run folder.
 
-    Example:
+    Examples:
         >>> figure_files(["curve"])
         ('figures/curve.svg', 'figures/curve.png')
     """

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 on success; 1 if a check or a calibration failed; 2 for what the user can put
         right, in one sentence on stderr; 70 for a fault in a program, with its traceback; 130 on Ctrl-C.
 
-    Example:
+    Examples:
         >>> main(["check", "cpomdp_ppl.models:LightDark", "horizon=10"])
         LightDark: no faults in 2 contexts, 3 actions, 10 steps
         0

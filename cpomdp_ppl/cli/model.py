@@ -29,7 +29,7 @@ class ModelSpec:
         words: Arguments of the constructor by name, as they were written: JSON would have lists for tuples,
             text for numbers that are keys, and nothing for infinity.
 
-    Example:
+    Examples:
         >>> spec = ModelSpec.of(["cpomdp_ppl.models:LightDark", "dark_variance=16"])
         >>> spec.build().dark_variance
         16
@@ -132,7 +132,7 @@ def _is_model(value: Any) -> bool:
 def as_arguments(words: Sequence[str]) -> dict[str, Any]:
     """`key=value` words as arguments; values are Python literals, or plain text.
 
-    Example:
+    Examples:
         >>> as_arguments(["horizon=10", "walls=(1, 2)", "name=north", "open=True"])
         {'horizon': 10, 'walls': (1, 2), 'name': 'north', 'open': True}
 
@@ -162,7 +162,7 @@ def as_words(words: Sequence[str]) -> dict[str, str]:
 def as_value(text: str) -> Any:
     """The value of a Python literal, or else the text itself. No code is run.
 
-    Example:
+    Examples:
         >>> [as_value(text) for text in ("(1, 2.5)", "None", "north", "__import__('os').getcwd()", "")]
         [(1, 2.5), None, 'north', "__import__('os').getcwd()", '']
     """

@@ -146,7 +146,7 @@ def warn(text: str) -> None:
 def many(number: int, what: str) -> str:
     """A number with its noun, in the singular or plural.
 
-    Example:
+    Examples:
         >>> many(1, "episode"), many(2000, "episode")
         ('1 episode', '2,000 episodes')
     """
@@ -198,7 +198,7 @@ def names(text: str) -> tuple[str, ...]:
 def backend(text: str) -> Backend:
     """A backend by name, with settings: `smc,num_particles=1000,guide=ekf`.
 
-    Example:
+    Examples:
         >>> backend("smc,num_particles=1000").num_particles
         1000
     """

@@ -41,7 +41,7 @@ class Calibration:
         observations: Ranks of what was seen among draws from `P(o_{t+1} | h_t, a_t)`, by component.
         likelihood: Name of the backend.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> calibration = calibrate(ContextualTiger(), RandomPolicy(3), "exact", 200)
@@ -154,7 +154,7 @@ def calibrate(
         DegenerateWeightsError: If no context can have produced an episode under `believed`, however many
             particles.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LightDark
         >>> policy = RandomPolicy(3)

@@ -113,7 +113,7 @@ def uniform_band(n: int, bins: int) -> tuple[float, float]:
         n: How many numbers there are.
         bins: How many bars.
 
-    Example:
+    Examples:
         >>> low, high = uniform_band(1600, 16)
         >>> 60 < low < 75, 130 < high < 140
         (True, True)

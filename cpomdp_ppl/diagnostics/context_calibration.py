@@ -140,7 +140,7 @@ def calibrate_contexts(
         bins: Number of bins of the reliability diagram.
         seed: Seed of the draws; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> truth = [0, 0, 0, 1] * 50
         >>> fair, sure = calibrate_contexts([[0.75, 0.25]] * 200, truth), calibrate_contexts(
         ...     [[0.95, 0.05]] * 200, truth)

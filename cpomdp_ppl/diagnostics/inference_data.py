@@ -103,7 +103,7 @@ def to_inference_data(
         ObservationError: If the episodes are not of this model.
         DegenerateWeightsError: If no context can have produced an episode, however many particles.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()

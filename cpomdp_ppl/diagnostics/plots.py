@@ -54,7 +54,7 @@ def plot_contexts(data: InferenceData | xr.DataTree, episodes: Iterable[int] | N
     Raises:
         ValueError: On arguments that make no sense.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
         >>> from cpomdp_ppl.models import LightDark
@@ -99,7 +99,7 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
     Raises:
         ValueError: On arguments that make no sense.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
         >>> from cpomdp_ppl.models import Beacons
@@ -149,7 +149,7 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
     Raises:
         ValueError: On arguments that make no sense.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
         >>> from cpomdp_ppl.models import LightDark
@@ -211,7 +211,7 @@ def plot_agreement(
     Raises:
         ValueError: On arguments that make no sense.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
         >>> from cpomdp_ppl.models import ContextualTiger

@@ -94,7 +94,7 @@ def normalised_ranks(truth: Tensor, draws: Tensor, possible: Tensor | None = Non
         `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw. NaN where
         no draw counts.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.rng import isolated
         >>> with isolated(0):
         ...     rank = normalised_ranks(torch.tensor([[2.5]]), torch.arange(4.0).reshape(1, 4, 1))

@@ -44,7 +44,7 @@ def summary(data: Any, var_names: str | Sequence[str] | None = None, **options: 
     Raises:
         ValueError: If a variable is not in the posterior, saying what is.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
         >>> from cpomdp_ppl.models import LightDark

@@ -78,7 +78,7 @@ class Mean:
     def with_error(self, digits: int = 3) -> str:
         """The average and its standard error, or a dash if a single episode cannot tell.
 
-        Example:
+        Examples:
             >>> Mean.of(torch.tensor([1.0, 3.0])).with_error(), Mean.of(torch.tensor([1.0])).with_error(1)
             ('2.000 ± 1.000', '1.0 ± –')
         """

@@ -47,7 +47,7 @@ class PerEpisode:
         If contexts were drawn, and all came out the same, nobody knows how much the others differ: there is
         no standard error then.
 
-        Example:
+        Examples:
             >>> from cpomdp_ppl import RandomPolicy, evaluate
             >>> from cpomdp_ppl.models import LineGrid
             >>> one, other = (evaluate(LineGrid(), RandomPolicy(3), 50).per_episode for _ in range(2))

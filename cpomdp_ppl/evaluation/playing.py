@@ -112,7 +112,7 @@ def evaluate(
             processes); or a function that is given a line of text now and then, about how far it has got.
         seed: Seed of all random numbers; None takes fresh entropy, once for all policies.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid
         >>> result = evaluate(LineGrid(), RandomPolicy(3), 100)
@@ -159,7 +159,7 @@ def compare(
         training_seconds: How long policies took to learn, by name, for the table.
         settings: Further settings of `evaluate`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid
         >>> table = compare(LineGrid(), {"random": RandomPolicy(3)}, 50)

@@ -126,7 +126,7 @@ def as_dataset(outcome: Any, axes: Iterable[str]) -> xr.Dataset:
     Raises:
         ValueError: If it is something else.
 
-    Example:
+    Examples:
         >>> as_dataset({"mean": 0.5, "draws": [1, 2, 3]}, ["seed"])["draws"].dims
         ('draws_dim_0',)
     """

@@ -84,7 +84,7 @@ def in_parallel(
     Raises:
         WorkerKilledError: If some items were lost in spite of retries; after all others.
 
-    Example:
+    Examples:
         >>> dict(in_parallel(lambda number: number**2, [1, 2, 3], workers=1))
         {0: 1, 1: 4, 2: 9}
     """

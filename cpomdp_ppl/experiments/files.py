@@ -57,7 +57,7 @@ def write_atomic(path: str | os.PathLike[str], save: Callable[[Path], None]) -> 
         DiskFullError: If there is no space; what was there before is intact.
         OSError: If the file cannot be written for another reason.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> place = Path(tempfile.mkdtemp()) / "a.txt"
         >>> write_atomic(place, lambda file: print(file.write_text("all of it")))
@@ -156,7 +156,7 @@ def load_json(path: Path) -> dict[str, Any]:
 def jsonable(value: Any) -> Any:
     """A value as JSON has it: tuples become lists, arrays and tensors plain numbers, NaN and ∞ null.
 
-    Example:
+    Examples:
         >>> jsonable({"a": (1, float("nan")), "b": np.float64(0.5)})
         {'a': [1, None], 'b': 0.5}
     """

@@ -64,7 +64,7 @@ def fingerprint(value: Any) -> str:
     Raises:
         FingerprintError: If a part cannot be looked into, such as a lock or an open file.
 
-    Example:
+    Examples:
         >>> fingerprint({"a": [1, 2.0]}) == fingerprint({"a": [1, 2.0]}), fingerprint(1) == fingerprint(1.0)
         (True, False)
     """
@@ -77,7 +77,7 @@ def fingerprint(value: Any) -> str:
 def name_of(function: Any) -> str:
     """Module and qualified name of a function, or of the class of an object that is called like one.
 
-    Example:
+    Examples:
         >>> name_of(name_of), name_of(partial(name_of, 1))
         ('cpomdp_ppl.experiments.fingerprint:name_of', 'cpomdp_ppl.experiments.fingerprint:name_of')
     """
@@ -148,7 +148,7 @@ def describe_model(model: CPOMDP) -> dict[str, Any]:
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Names under which two descriptions differ, in their order; NaN equals itself, and 1 is not 1.0.
 
-    Example:
+    Examples:
         >>> differences({"seed": 1, "prior": [0.5, 0.5]}, {"seed": 2, "prior": (0.5, 0.5)})
         ['seed']
     """

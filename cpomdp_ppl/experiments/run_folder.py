@@ -55,7 +55,7 @@ class RunFolder(Store):
         path: Path of the folder.
         record: Content of `run.json`.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> place = Path(tempfile.mkdtemp()) / "first"
         >>> folder = RunFolder.create(place, "fit", model="models:Mine", settings={"iterations": 5}, seed=1)

@@ -101,7 +101,7 @@ def sweep(
         SweepFolderError: If the folder is that of another sweep.
         ValueError: On axes that make no sense, or values that cannot be told apart.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, evaluate
         >>> from cpomdp_ppl.models import LineGrid
         >>> def random_return(horizon, seed):
@@ -211,7 +211,7 @@ def _require_arguments(task: Task, names: Sequence[str]) -> None:
 def seed_of(labels: Mapping[str, Any]) -> int:
     """Where a point's random numbers start: a number that follows from its labels.
 
-    Example:
+    Examples:
         >>> seed_of({"seed": 0}) == seed_of({"seed": 0}), seed_of({"seed": 0}) == seed_of({"seed": 1})
         (True, False)
     """

@@ -46,7 +46,7 @@ class SpaceEncoding:
     Attributes:
         space: Where the observation of one episode lies.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> sorted(SpaceEncoding(LineGrid()).space)
         ['previous_action', 'side', 'side_seen', 'time']

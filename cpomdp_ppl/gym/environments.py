@@ -50,7 +50,7 @@ class CPOMDPEnv(gymnasium.Env[Any, Any]):
     Attributes:
         encoding: How percepts become observations, to put to work elsewhere what was trained here.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> env = CPOMDPEnv(LineGrid(), likelihood="exact")
         >>> observation, info = env.reset(seed=0, options={"context": "detector left"})
@@ -135,7 +135,7 @@ class CPOMDPVectorEnv(VectorEnv[Any, Any, Array]):
     Attributes:
         encoding: How percepts become observations.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LightDark
         >>> envs = CPOMDPVectorEnv(LightDark(), 64, flat=True)
         >>> observations, infos = envs.reset(seed=0)

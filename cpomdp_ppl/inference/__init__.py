@@ -57,7 +57,7 @@ BACKENDS: dict[str, type[Backend]] = {
 def as_backend(likelihood: str | Backend) -> Backend:
     """A backend by its name, with default settings, or as it is.
 
-    Example:
+    Examples:
         >>> as_backend("smc")
         ParticleFilter(num_particles=256, resampling='systematic', ess_threshold=0.5, guide=None, \
 common_random_numbers=True, chunk=None)

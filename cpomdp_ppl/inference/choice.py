@@ -35,7 +35,7 @@ def default_backend(model: CPOMDP) -> Backend:
     taken unasked: that a program is linear and Gaussian cannot be seen by running it, and where it is not,
     the filter is biased.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LightDark, LineGrid
         >>> default_backend(LineGrid()).name, default_backend(LightDark()).name
         ('exact', 'smc')

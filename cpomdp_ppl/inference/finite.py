@@ -37,7 +37,7 @@ class ObservableOperator(Backend):
     Every sample site of `initial` and `transition` is enumerated, which gives the tables of the model;
     everything is computed in float64.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> model = ContextualTiger()

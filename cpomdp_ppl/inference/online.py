@@ -62,7 +62,7 @@ class OnlineFilter:
         latest: What the last step told; before any, that nothing was seen.
         time: Number of steps so far.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.inference import ParticleFilter
         >>> from cpomdp_ppl.models import LightDark
         >>> online = ParticleFilter().online(LightDark(), seed=0)

@@ -57,7 +57,7 @@ class ParticleFilter(Backend):
             likelihood ratio less noisy.
         chunk: How many episodes to handle at once; chosen to bound memory if left out.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()

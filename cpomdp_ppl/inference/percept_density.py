@@ -29,7 +29,7 @@ class PerceptDensity:
     Args:
         programs: The programs of the CPOMDP.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.generative import Generative
         >>> from cpomdp_ppl.inference import inference_scope
         >>> from cpomdp_ppl.models import LightDark

@@ -70,7 +70,7 @@ def filtered(
     Raises:
         DegenerateWeightsError: If no context can have produced an episode, however many particles.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.inference import ParticleFilter
         >>> from cpomdp_ppl.models import LightDark

@@ -21,7 +21,7 @@ def normal_points(num_points: int, dim: int) -> Tensor:
     what midpoints leave out; then what correlation is left is taken away. So the mean of a linear or
     quadratic function is exact (a quadratic one in D > 1 dimensions only if N > 2D).
 
-    Example:
+    Examples:
         >>> points = normal_points(64, 2)
         >>> (points.mT @ points / 64).round(decimals=6).abs()
         tensor([[1., 0.],

@@ -48,7 +48,7 @@ def reference_backend(model: CPOMDP) -> Backend:
     probability. The simulated episodes have random actions, and every action on its own. A policy may still
     get to other places: `evaluate` looks at those, too, and goes on to the next best backend if it has to.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> reference_backend(LineGrid()).name
         'exact'

@@ -72,7 +72,7 @@ def log_likelihood(
         DegenerateWeightsError: If no context can have produced an episode.
         DensityError: If a density is not a number, or the gradient is not.
 
-    Example:
+    Examples:
         >>> from pyro.nn import PyroParam
         >>> from torch.distributions import constraints
         >>> from cpomdp_ppl import RandomPolicy, simulate

@@ -137,7 +137,7 @@ def maximum_likelihood(
         DegenerateWeightsError: If no context can have produced an episode, at the start.
         DensityError: If the log-likelihood is not finite at the start.
 
-    Example:
+    Examples:
         >>> from pyro.nn import PyroParam
         >>> from torch.distributions import constraints
         >>> from cpomdp_ppl import RandomPolicy, simulate

@@ -41,7 +41,7 @@ def learnable(model: CPOMDP) -> list[Learnable]:
     Raises:
         ValueError: If there are none.
 
-    Example:
+    Examples:
         >>> from torch.distributions import constraints
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark(dark_variance=PyroParam(torch.tensor(5.0), constraints.positive))
@@ -81,7 +81,7 @@ def with_parameters(model: CPOMDP, values: Mapping[str, Any]) -> CPOMDP:
     Raises:
         ValueError: On names that are none of a parameter, and on values of another shape or out of bounds.
 
-    Example:
+    Examples:
         >>> from torch.distributions import constraints
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark(dark_variance=PyroParam(torch.tensor(5.0), constraints.positive))

@@ -126,7 +126,7 @@ def particle_marginal_metropolis_hastings(
         ObservationError: If the episodes are not of this model.
         DensityError: If a program leaves the reals.
 
-    Example:
+    Examples:
         >>> import pyro.distributions as dist
         >>> from pyro.nn import PyroParam
         >>> from torch.distributions import constraints

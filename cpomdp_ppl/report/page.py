@@ -89,7 +89,7 @@ def write_report(
         RunFolderError: If the folder is not that of a run, or damaged, or cannot be written to.
         ValueError: On arguments that make no sense.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid

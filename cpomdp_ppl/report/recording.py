@@ -133,7 +133,7 @@ def record(
         ValueError: On arguments that make no sense.
         UnsupportedModelError: If the backend cannot serve the model.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LightDark
         >>> recording = record(LightDark(), RandomPolicy(3), num_episodes=2)

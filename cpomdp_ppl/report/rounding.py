@@ -17,7 +17,7 @@ LEVELS = 2**16 - 1
 def significant(values: Tensor | np.ndarray[Any, Any], digits: int = 4) -> Any:
     """Nested lists of numbers with a few significant digits; None for what is not finite.
 
-    Example:
+    Examples:
         >>> significant(np.array([[1234.56, 0.00123456], [np.nan, 0.0]]))
         [[1235.0, 0.001235], [None, 0.0]]
     """
@@ -36,7 +36,7 @@ def significant(values: Tensor | np.ndarray[Any, Any], digits: int = 4) -> Any:
 def packed(values: Tensor) -> dict[str, Any]:
     """Numbers as 16-bit levels between their extremes, in base 64, a fifth as long as in decimals.
 
-    Example:
+    Examples:
         >>> import torch
         >>> packed(torch.tensor([[0.0, 1.0]]))
         {'shape': [1, 2], 'low': 0.0, 'high': 1.0, 'levels': 'AAD//w=='}

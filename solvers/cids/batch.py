@@ -28,7 +28,7 @@ class Statistics:
     Where several processes have a batch between them, `solvers.cids.group` takes the place of this class, and
     everything that is an average over the batch has to go through it.
 
-    Example:
+    Examples:
         >>> Statistics().mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
         tensor(3.)
     """

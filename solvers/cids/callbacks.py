@@ -29,7 +29,7 @@ class TensorBoard:
     Args:
         directory: Directory of the event files.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> from solvers import cids
         >>> cids.fit(LineGrid(), callbacks=[TensorBoard("runs/line_grid")])  # doctest: +SKIP

@@ -55,7 +55,7 @@ def split(batch_size: int) -> list[Shard]:
 
     What is played in a shard depends on the batch alone, not on how many processes share it.
 
-    Example:
+    Examples:
         >>> [len(shard) for shard in split(200)], [len(shard) for shard in split(700)]
         ([200], [234, 233, 233])
     """

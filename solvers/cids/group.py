@@ -174,7 +174,7 @@ def single_process() -> Iterator[None]:
 
     This is for processes that each fit something of their own, or if one of them fits and the others do not.
 
-    Example:
+    Examples:
         >>> with single_process(), process_group(torch.device("cpu")) as group:
         ...     group.size
         1

@@ -64,7 +64,7 @@ class LSTMPolicy(nn.Module):
             alike under all of them.
         seed: Seed of the initial weights.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import simulate
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()

@@ -52,7 +52,7 @@ class DirichletPriors:
         concentration: Concentration of the Dirichlet distribution.
         share: Which share of the priors are the one to begin with.
 
-    Example:
+    Examples:
         >>> DirichletPriors((0.5, 0.5))(4).shape
         torch.Size([4, 2])
     """

@@ -32,7 +32,7 @@ class Linear:
         end: Value at progress `until` and later.
         until: Progress at which `end` is reached.
 
-    Example:
+    Examples:
         >>> Linear(1.0, 0.0, until=0.5)(0.25)
         0.5
     """
@@ -58,7 +58,7 @@ class Geometric:
         end: Value at progress `until` and later; positive.
         until: Progress at which `end` is reached.
 
-    Example:
+    Examples:
         >>> Geometric(4.0, 1.0)(0.5)
         2.0
     """

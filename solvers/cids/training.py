@@ -57,7 +57,7 @@ class Interrupted(KeyboardInterrupt):
     Attributes:
         solution: The best policy so far, and the history up to here.
 
-    Example:
+    Examples:
         >>> def work():
         ...     try:
         ...         return cids.fit(model)
@@ -149,7 +149,7 @@ def fit(
         Interrupted: On Ctrl-C, after the checkpoint has been written, if there is one.
         ProcessFailedError: If another process failed, or is gone.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> from solvers import cids
         >>> solution = cids.fit(LineGrid(), likelihood="exact", iterations=5, seed=0, progress=False)

@@ -114,7 +114,7 @@ def run(
         DegenerateWeightsError: If no context can have produced what was seen.
         RunInterrupted: On Ctrl-C; while a solution is fitted first, it is `Interrupted`, as of `fit`.
 
-    Example:
+    Examples:
         >>> from solvers import cids
         >>> from cpomdp_ppl.models import LineGrid
         >>> settings = {"likelihood": "exact", "seed": 0, "progress": False}

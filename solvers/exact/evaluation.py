@@ -131,7 +131,7 @@ def evaluate(
         UnsupportedModelError: If the model is not finite, naming the program and the site.
         TooManyHistoriesError: If there are more histories than `max_histories`, with their number and time.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> guess = evaluate(ContextualTiger(horizon=3), RandomPolicy(3))

@@ -115,7 +115,7 @@ def plan(
         UnsupportedModelError: If the model is not finite, naming the program and the site.
         TooManyBeliefsError: If there are more beliefs than `max_beliefs`, with their number and time.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> best = plan(LineGrid())
         >>> round(best.value, 4), [round(float(v), 4) for v in best.returns]

@@ -76,7 +76,7 @@ class Finite:
             an initial observation.
         outcomes: What may be seen after an action.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> tables = finite(ContextualTiger())
         >>> tables.outcomes.action  # four after listening, nothing after opening a door
@@ -247,7 +247,7 @@ def distinct_rows(rows: Reals, decimals: int) -> tuple[Indices, Indices]:
 
     Rows are the same as `row_keys` has it.
 
-    Example:
+    Examples:
         >>> first, number = distinct_rows(np.array([[0.5, 0.5], [0.0, 1.0], [0.5, 0.5]]), 6)
         >>> first.tolist(), number.tolist()
         ([1, 0], [1, 0, 1])

@@ -47,7 +47,7 @@ def smallest_xi() -> float:
 
     for any number of contexts. By Jensen's inequality `E √H(p) ≤ √H(C | H_{k-1})`, so ξ = 2 m.
 
-    Example:
+    Examples:
         >>> round(smallest_xi(), 4)
         1.2763
     """
@@ -80,7 +80,7 @@ class Bound:
             context, 0 to 1; see `estimate_eta`. With 0 there is no bound.
         xi: ξ; see `smallest_xi`.
 
-    Example:
+    Examples:
         >>> bound = Bound(temperature=1.0, num_contexts=2, horizon=10, reward_bound=1.0, eta=0.5)
         >>> bound([1, 100]).round(1)
         array([ 44. , 433.8])
@@ -146,7 +146,7 @@ def estimate_eta(
     Raises:
         ValueError: If there is something to find out, but no entropy that exceeds the noise.
 
-    Example:
+    Examples:
         >>> round(estimate_eta([0.69, 0.4, 0.2], [0.29, 0.2, 0.05]), 6)
         0.25
     """
@@ -192,7 +192,7 @@ def reward_bound(
         num_episodes: How many episodes each plays.
         seed: Seed of all random numbers; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LightDark, LineGrid
         >>> reward_bound(LineGrid()), reward_bound(LightDark())
         (40.0, 1.0)

@@ -160,7 +160,7 @@ def decompose(
         TooManyBeliefsError: If the model is finite but too large, and there is no `best`.
         TooManyHistoriesError: If a policy meets too many histories, with `exact=True`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid
         >>> parts = decompose(LineGrid(), RandomPolicy(3), [[[0.5, 0.5], [0.9, 0.1]]], [0]).data

@@ -171,7 +171,7 @@ def exact_regret(
         TooManyHistoriesError: If the policy meets more histories than `max_histories`.
         UnsupportedModelError: If the model is not finite.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> run = exact_regret(LineGrid(horizon=5), 3, temperature=1.0)
         >>> run.largest_ratio <= 1.0, bool((run.cumulative_regret <= run.bound()([1, 2, 3])).all())

@@ -92,7 +92,7 @@ def policy_gaps(
         ValueError: If the model is not finite and there is no policy.
         TooManyBeliefsError: If it is finite, but has more beliefs than `max_beliefs`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> policy_gaps(LineGrid()).gaps
         tensor([[ 0., 60.],
@@ -213,7 +213,7 @@ def merge_invariant_contexts(
         gaps: Gaps that `policy_gaps` has computed before; there is then no use for a policy and settings.
         settings: Further settings of `policy_gaps`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LineGrid
         >>> print(merge_invariant_contexts(LineGrid(), 1.0))
         2 of 2 contexts kept (ε = 1, gaps: exact)

@@ -71,7 +71,7 @@ def context_known_values(
     Raises:
         ValueError: If there is no such source.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import LightDark
         >>> optima = context_known_values(LightDark())
         >>> optima.source, optima.values.numpy().round(2)

@@ -35,7 +35,7 @@ def plot_regret(curves: Mapping[str, ArrayLike], bound: Bound | None = None) -> 
         curves: Cumulative regret by name, `[R, K]`, or `[K]` for an expectation.
         bound: The theorem's, drawn as a dashed line.
 
-    Example:
+    Examples:
         >>> figure = plot_regret({"C-IDS": [[1.0, 1.5, 1.6], [2.0, 2.2, 2.2]]})
         >>> figure.axes[0].get_ylabel()
         'cumulative regret'
@@ -64,7 +64,7 @@ def plot_entropy(curves: Mapping[str, ArrayLike], num_contexts: int | None = Non
         curves: Entropies by name, `[R, K]`, or `[K]` for an expectation; the first of each is the prior's.
         num_contexts: Draws a line at `log|C|`, where nothing is known.
 
-    Example:
+    Examples:
         >>> plot_entropy({"C-IDS": [0.69, 0.2, 0.05]}, 2).axes[0].get_xlabel()
         'episodes played'
     """
@@ -88,7 +88,7 @@ def plot_ratio(curves: Mapping[str, ArrayLike], temperature: float) -> Figure:
         curves: Ratios by name, `[R, K]`, or `[K]`.
         temperature: τ, drawn as a dashed line.
 
-    Example:
+    Examples:
         >>> plot_ratio({"C-IDS": [0.2, float("nan"), 0.4]}, 0.5).axes[0].get_xlabel()
         'episode k'
     """
@@ -116,7 +116,7 @@ def plot_run(run: Run, optima: Sequence[float] | Tensor | Optima | None = None) 
         run: From `cids.run`.
         optima: What an agent earns who knows the context, `[C]`; as for `Run.regret`.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid
         >>> from solvers import cids

@@ -36,7 +36,7 @@ class Restricted(CPOMDP):
         original: The copy of the other.
         origin: A description of the other, by which saved solutions of different models can be told apart.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> dull = Restricted(ContextualTiger(), ["left dull", "right dull"], [0.5, 0.5])
         >>> dull.check()

@@ -96,7 +96,7 @@ def policy_values(
         progress: Whether to show a progress bar.
         seed: Seed of all random numbers; None takes fresh entropy.
 
-    Example:
+    Examples:
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LineGrid
         >>> values, errors, *_ = policy_values(LineGrid(), RandomPolicy(3), [[0.5, 0.5], [1.0, 0.0]])
