@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -45,29 +43,6 @@ def changing(values):
     return number, float(values[0][0]), pyro.param("gain").item(), len(pyro.get_param_store())
 
 
-def unsettled():
-    """What is global, as far as a function might set it."""
-    return (
-        str(torch.get_default_dtype()),
-        str(torch.get_default_device()),
-        len(warnings.filters),
-        os.environ.get("UNSETTLED"),
-        os.getcwd(),
-        np.geterr(),
-    )
-
-
-def unsettling(_):
-    before = unsettled()
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    warnings.filterwarnings("ignore", message="unsettled")
-    os.environ["UNSETTLED"] = "yes"
-    os.chdir("/")
-    np.seterr(all="raise")
-    return before
-
-
 def device_of(_):
     return str(torch.ones(1).device)
 
@@ -78,42 +53,10 @@ class Awkward(Exception):  # noqa: N818
         self.code = code
 
 
-class Locked(Exception):  # noqa: N818
-    def __init__(self, text):
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
 def failing(kind):
-    if kind == "plain":
-        abs("one")
     if kind == "two arguments":
         raise Awkward(3, "unplugged")
-    if kind == "with a lock":
-        raise Locked("unplugged")
     raise ModelError("M", ["a fault"])
-
-
-def slowly(number):
-    time.sleep(0.2)
-    return number
-
-
-def too_large(number):
-    time.sleep(0.3)
-    raise ValueError(number)
-
-
-class Opaque:
-    """Can be pickled, but not be unpickled anywhere else than in the process it was made in."""
-
-    def __init__(self, process=None):
-        self.process = os.getpid() if process is None else process
-        if self.process != os.getpid():
-            raise OSError("no such file on this machine")
-
-    def __reduce__(self):
-        return Opaque, (self.process,)
 
 
 def first_seed(value, seed):
