@@ -327,7 +327,8 @@ class Fitting:
         """
         assert self.directory is not None
         path = self.directory / CHECKPOINT
-        if saved.get("version") != CHECKPOINT_VERSION:
+        version = saved.get("version")
+        if not isinstance(version, int) or version != CHECKPOINT_VERSION:  # a tensor has no one answer
             raise CheckpointError(f"{path} was written by another version; use another directory")
         require_same(path, saved["settings"], self.description)
         try:
