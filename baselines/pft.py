@@ -272,7 +272,7 @@ class Search:
     Args:
         settings: The policy.
         memory: The beliefs to start from.
-        time: When they are held.
+        time: The time at which they are held.
     """
 
     def __init__(self, settings: PFT, memory: Memory, time: int) -> None:

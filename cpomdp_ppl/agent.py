@@ -27,7 +27,7 @@ class Agent:
 
     Args:
         model: What the agent believes of the world.
-        policy: Who decides.
+        policy: The policy that decides.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         prior: Prior over contexts, `[C]`, from which policy and filter start; the model's if left out.
         greedy: Whether to take the likeliest action instead of drawing one.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def inference_scope(model: CPOMDP, seed: int | None = None) -> Iterator[None]:
-    """Where recursions run: without gradients, seeded, out of sight of any handler, the caller left alone."""
+    """Where recursions run: seeded, without gradients or outer handlers, leaving no trace in the caller."""
     with isolated(seed), torch.no_grad(), poutine.block(), model.running():
         yield
 
@@ -54,8 +54,8 @@ class Recursion(ABC):
     given. All are called inside `inference_scope`.
 
     Args:
-        model: What it computes with.
-        given: What that is a copy of, in another precision; left out, it is the model itself.
+        model: The model that it computes with.
+        given: The model as the caller gave it, if `model` is a copy of it in another precision.
     """
 
     def __init__(self, model: CPOMDP, given: CPOMDP | None = None) -> None:
@@ -129,7 +129,7 @@ class Recursion(ABC):
         return None
 
     def standard_error(self, belief: Any) -> Tensor | None:
-        """Of the log-likelihood, `[C, B]`, if it is an estimate."""
+        """The standard error of the log-likelihood, `[C, B]`, if that is an estimate."""
         return None
 
     def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -188,7 +188,7 @@ class Backend(ABC):
         Args:
             model: The CPOMDP.
             episodes: What was done and seen; nothing else of them is looked at.
-            seed: For backends that draw random numbers.
+            seed: Seed of the random numbers, for backends that draw any.
             moments: Whether to compute filtered means and variances of the state, too.
 
         Raises:
@@ -202,7 +202,7 @@ class Backend(ABC):
     def attempt(
         self, model: CPOMDP, episodes: Episodes, *, seed: int | None = None, moments: bool = True
     ) -> Filtering:
-        """As `Backend.run`, but an episode that no context can have produced is an error no more.
+        """As `Backend.run`, but an episode that no context can have produced is not an error.
 
         Its log-likelihoods are `-inf` under every context; see `Filtering.lost`.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.weights import Weights
     from cpomdp_ppl.state import State
 
-GOLDEN = (math.sqrt(5) - 1) / 2
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cloud:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the particles, `[C, B, N]`."""
+        """The shape of the particles, `[C, B, N]`."""
         return self.weights.shape
 
     def moments(self) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ class Cloud:
         R, J, device = len(episodes), num_draws, episodes.device
         # Levels of a golden sequence: each is uniform, and the first few are well spread, however few.
         levels = torch.rand(R, 1, dtype=torch.float64, device=device)
-        levels = (levels + GOLDEN * torch.arange(J, dtype=torch.float64, device=device)) % 1  # [R, J]
+        levels = (levels + GOLDEN_RATIO * torch.arange(J, dtype=torch.float64, device=device)) % 1  # [R, J]
         contexts = inverse_cdf(log_posterior.exp(), levels)  # [R, J]
         weights = self.weights.values.index_select(1, episodes)  # [C, R, N]
         levels = torch.rand(R, J, dtype=weights.dtype, device=device).expand(C, R, J)

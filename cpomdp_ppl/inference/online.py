@@ -49,17 +49,17 @@ class OnlineFilter:
     more of them, of which as many are drawn as there were.
 
     Args:
-        backend: Which filter.
+        backend: The filter.
         model: The model that is filtered.
         num_episodes: How many episodes B are followed side by side.
         prior: Prior over contexts, `[C]` or `[B, C]`; the model's if left out.
-        seed: For backends that draw random numbers.
+        seed: Seed of the random numbers, for backends that draw any.
 
     Attributes:
         belief: The backend's belief about the state, with first axes `[C, B]`.
         log_likelihood: Log-likelihood of everything seen so far, float64 `[B, C]`.
         prior: Prior over contexts, float64 `[B, C]`.
-        latest: What the last step told; before any, that nothing was seen.
+        latest: The percept of the last step; before any, one in which nothing was observed.
         time: Number of steps so far.
 
     Examples:

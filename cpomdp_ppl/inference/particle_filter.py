@@ -99,7 +99,7 @@ class ParticleFilter(Backend):
         return replace(self, num_particles=8 * self.num_particles)
 
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
-        """As many as keep the particles in cache, if that is any; a chunk that was asked for otherwise."""
+        """As many as keep the particles in cache, unless a chunk was asked for."""
         if self.chunk is not None:
             return self.chunk
         sites = recursion.signature.observations.values()
@@ -245,11 +245,11 @@ class SMC(Recursion):
         return whole
 
     def ess(self, cloud: Cloud) -> Tensor:
-        """Of the weights."""
+        """The effective sample size of the weights, `[C, B]`."""
         return cloud.weights.ess
 
     def resampled(self, cloud: Cloud, observed: Observed) -> Tensor:
-        """Which rows were, in this step."""
+        """Which rows were resampled in this step, bool `[C, B]`."""
         return cloud.resampled if observed.alive is None else cloud.resampled & observed.alive
 
     def standard_error(self, cloud: Cloud) -> Tensor:

@@ -47,11 +47,11 @@ class Genealogy:
         return self.smc.start(num_episodes)
 
     def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
-        """As the filter."""
+        """Condition as the filter does."""
         return self.smc.condition(cloud, observed)
 
     def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
-        """As the filter."""
+        """Resample, move and reweight as the filter does, noting the parents."""
         cloud, ancestors = self.smc.resample(cloud, observed.alive)
         self.parents.append(None if ancestors is None else ancestors.everywhere(cloud.shape))
         cloud, log_ratio = self.smc.propose(cloud, observed)

@@ -1,4 +1,4 @@
-"""Not to give an episode up whose particles have all died: it is filtered again with more of them.
+"""Filters that do not give an episode up when all its particles have died: they begin again with more.
 
 One surprising episode must not take the others' results with it. To start again only then makes likelihoods a
 little too high on average: this is for posteriors, and not for evidence, which a fit by likelihood needs
@@ -59,12 +59,12 @@ def filtered(
     """As `Backend.run`, but episodes that have lost all particles are filtered again, with more of them.
 
     Args:
-        backend: Which filter.
+        backend: The filter.
         model: The CPOMDP.
         episodes: What was done and seen.
         prior: Prior over contexts, `[C]` or `[B, C]`: those it excludes cannot save an episode. The model's
             if left out.
-        seed: For backends that draw random numbers.
+        seed: Seed of the random numbers, for backends that draw any.
         moments: Whether to compute filtered means and variances of the state, too.
 
     Raises:
@@ -128,8 +128,8 @@ class Persistent:
     `inference_scope`.
 
     Args:
-        backend: Which filter.
-        recursion: It, at work.
+        backend: The filter.
+        recursion: The filter at work.
         prior: Prior over contexts, `[B, C]`: those that it excludes cannot save an episode.
     """
 

@@ -119,7 +119,7 @@ def record(
 
     Args:
         model: The CPOMDP.
-        policy: Who acts.
+        policy: The policy that acts.
         num_episodes: How many episodes B; contexts that the prior holds possible come equally often.
         likelihood: The filter behind beliefs: a backend or its name; left out, the `default_backend` for the
             model.
@@ -216,7 +216,7 @@ class Watched:
     """A policy whose probabilities are noted as it acts.
 
     Args:
-        policy: Who decides.
+        policy: The policy that decides.
         num_actions: How many actions A there are.
 
     Attributes:
