@@ -1,16 +1,15 @@
 """The command line, `cpomdp`: everything from checking a model to a report, with results in run folders."""
 
 from cpomdp_ppl.cli.check import CHECK
-from cpomdp_ppl.cli.command import COMMANDS, Command
+from cpomdp_ppl.cli.command import COMMANDS, Command, CommandError
 from cpomdp_ppl.cli.compare import COMPARE
 from cpomdp_ppl.cli.diagnose import DIAGNOSE
-from cpomdp_ppl.cli.errors import CommandError
 from cpomdp_ppl.cli.evaluate import EVALUATE
 from cpomdp_ppl.cli.main import main
 from cpomdp_ppl.cli.policies import POLICIES, RANDOM, Budget, Recipe
 from cpomdp_ppl.cli.report import REPORT
 from cpomdp_ppl.cli.simulate import SIMULATE
-from cpomdp_ppl.cli.solution import SOLVERS
+from cpomdp_ppl.cli.target import SOLVERS
 
 COMMANDS.add(
     {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import FAILED, OK
+from cpomdp_ppl.cli.command import FAILED, OK, Command
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import many, model_arguments
 from cpomdp_ppl.errors import ModelError

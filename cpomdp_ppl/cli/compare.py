@@ -6,25 +6,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK, CommandError
+from cpomdp_ppl.cli.command import OK, Command, CommandError
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
-    budget_options,
+    BUDGET,
+    MOST_EXACT,
+    NEW_FOLDER,
     count,
-    episodes_option,
-    likelihood_option,
     model_arguments,
     names,
     note,
-    prior_option,
     progress_of,
-    run_option,
-    seed_option,
+    shared_options,
 )
 from cpomdp_ppl.cli.policies import POLICIES, Budget, Recipe, code_hash, is_users_own, recipe
 from cpomdp_ppl.cli.results import Results
-from cpomdp_ppl.cli.solution import load_solution, solution_hash
+from cpomdp_ppl.cli.target import load_solution, solution_hash
 from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
 from cpomdp_ppl.experiments.run_files import COMPARISON
 from cpomdp_ppl.experiments.run_folder import RunFolder
@@ -192,18 +189,16 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--unfinished", action="store_true", help="take the solution of a fit that was stopped"
     )
-    episodes_option(parser, 4000)
     parser.add_argument(
         "--planned-episodes",
         type=count,
         default=100,
         help="episodes that planners play, in place of --num-episodes (default: %(default)s)",
     )
-    budget_options(parser)
-    likelihood_option(parser, "the most exact that serves the model")
-    prior_option(parser)
-    seed_option(parser, 0)
-    run_option(parser)
+    prior = "that of the solutions, or else of the model"
+    shared_options(
+        parser, num_episodes=4000, **BUDGET, likelihood=MOST_EXACT, prior=prior, seed=0, run=NEW_FOLDER
+    )
 
 
 COMPARE = Command(

@@ -6,22 +6,9 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import FAILED, OK
-from cpomdp_ppl.cli.figures import figure_files, write_figures
-from cpomdp_ppl.cli.options import (
-    BESIDE,
-    count,
-    episodes_option,
-    likelihood_option,
-    model_arguments,
-    note,
-    policy_option,
-    prior_option,
-    run_option,
-    seed_option,
-    shows_progress,
-)
+from cpomdp_ppl.cli.command import FAILED, OK, Command
+from cpomdp_ppl.cli.options import SUITABLE, count, note, shows_progress, target_options
+from cpomdp_ppl.cli.results import figure_files
 from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.diagnostics import (
     calibrate,
@@ -44,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from xarray import DataTree
 
+    from cpomdp_ppl.cli.results import Results
     from cpomdp_ppl.diagnostics import Calibration
-    from cpomdp_ppl.experiments.run_folder import RunFolder
 
 DATA = "episodes.nc"
 FIGURES = ("contexts", "states", "filter", "calibration")
@@ -99,7 +86,7 @@ def diagnose(options: Namespace) -> int:
                 progress=progress,
             )
         table = summary_columns(data)
-        _write(options, results.replace(), data, table, calibration)
+        _write(results, data, table, calibration)
         results.finish(**target.in_force, calibrate="not asked for")
     print(r_hat_sentence(table))
     if calibration is not None:
@@ -109,12 +96,12 @@ def diagnose(options: Namespace) -> int:
 
 
 def _write(
-    options: Namespace,
-    folder: RunFolder,
+    results: Results,
     data: InferenceData | DataTree,
     table: dict[str, list[Any]],
     calibration: Calibration | None,
 ) -> None:
+    folder = results.replace()
     folder.write_data(DATA, data)
     folder.write_table(RHAT, table)
     figures: dict[str, Callable[[], Figure]] = {
@@ -125,7 +112,7 @@ def _write(
     if calibration is not None:
         folder.write_json(CALIBRATION, calibration_content(calibration))
         figures["calibration"] = calibration.plot
-    write_figures(options, folder, figures)
+    results.draw(figures)
 
 
 def summary_columns(data: InferenceData | DataTree) -> dict[str, list[Any]]:
@@ -167,10 +154,7 @@ def calibration_content(calibration: Calibration) -> dict[str, Any]:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
-    policy_option(parser)
-    episodes_option(parser, 30)
-    likelihood_option(parser)
+    target_options(parser, num_episodes=30, likelihood=SUITABLE, seed=0)
     parser.add_argument(
         "--chains", type=count, default=4, help="how often the filter is run (default: %(default)s)"
     )
@@ -183,9 +167,6 @@ def _options(parser: ArgumentParser) -> None:
         metavar="N",
         help="also test on N episodes whether the truth looks like a draw from the posteriors",
     )
-    prior_option(parser)
-    seed_option(parser, 0)
-    run_option(parser, BESIDE)
 
 
 DIAGNOSE = Command(

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK
-from cpomdp_ppl.cli.options import (
-    BESIDE,
-    episodes_option,
-    likelihood_option,
-    model_arguments,
-    note,
-    policy_option,
-    prior_option,
-    progress_of,
-    run_option,
-    seed_option,
-)
+from cpomdp_ppl.cli.command import OK, Command
+from cpomdp_ppl.cli.options import MOST_EXACT, note, progress_of, target_options
 from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import evaluate as take_stock
 from cpomdp_ppl.experiments.run_files import EVALUATION
@@ -52,13 +40,7 @@ def evaluate(options: Namespace) -> int:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
-    policy_option(parser)
-    episodes_option(parser, 4000)
-    likelihood_option(parser, "the most exact that serves the model")
-    prior_option(parser)
-    seed_option(parser, 0)
-    run_option(parser, BESIDE)
+    target_options(parser, num_episodes=4000, likelihood=MOST_EXACT, seed=0)
 
 
 EVALUATE = Command(

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.cli.command import COMMANDS, Parser
-from cpomdp_ppl.cli.errors import FAULT, INTERRUPTED, OK, USER_ERROR, CommandError, is_user_error
+from cpomdp_ppl.cli.command import (
+    COMMANDS,
+    FAULT,
+    INTERRUPTED,
+    OK,
+    USER_ERROR,
+    CommandError,
+    Parser,
+    is_user_error,
+)
 from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.command import CommandError
 from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.model import CPOMDP
 
@@ -127,19 +127,6 @@ class ModelSpec:
 
 def _is_model(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, CPOMDP) and value is not CPOMDP
-
-
-def as_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words as arguments; values are Python literals, or plain text.
-
-    Examples:
-        >>> as_arguments(["horizon=10", "walls=(1, 2)", "name=north", "open=True"])
-        {'horizon': 10, 'walls': (1, 2), 'name': 'north', 'open': True}
-
-    Raises:
-        CommandError: If a word has another form.
-    """
-    return {name: as_value(text) for name, text in as_words(words).items()}
 
 
 def as_words(words: Sequence[str]) -> dict[str, str]:

@@ -6,9 +6,9 @@ import inspect
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.model import as_arguments
+from cpomdp_ppl.cli.model import as_value, as_words
 from cpomdp_ppl.errors import invalid, require
 from cpomdp_ppl.inference import BACKENDS
 
@@ -18,29 +18,36 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.progress import Progress
 
-MODEL_HELP = "module:Class or path/to/file.py:Class"
+FRESH = "fresh, and noted in run.json"
+NEW_FOLDER = "runs/<model>-<command>-<n>"
+BESIDE = f"beside the solution of RUN, or for a model {NEW_FOLDER}"
+SUITABLE = "exact for a finite model of moderate size, otherwise smc"
+MOST_EXACT = "the most exact that serves the model"
+BUDGET = {"simulations": 100, "training_episodes": 10_000}
+"""Defaults of options that several commands have: values, or what they come to in words."""
 
 
-def model_arguments(parser: ArgumentParser, what: str = "model", *, explanation: str = MODEL_HELP) -> None:
-    """Add the model (or something else that may be one), and arguments of its constructor."""
-    parser.add_argument(what, metavar=what.upper(), help=explanation)
-    parser.add_argument(
-        "arguments", nargs="*", metavar="key=value", help="arguments of the model's constructor"
-    )
+def model_arguments(parser: ArgumentParser) -> None:
+    """Add the model, and arguments of its constructor."""
+    parser.add_argument("model", metavar="MODEL", help="module:Class or path/to/file.py:Class")
+    _constructor_arguments(parser)
 
 
-def policy_option(parser: ArgumentParser) -> None:
-    """Add options on who acts if it is not a solution, and on what learners and planners may spend."""
+def target_options(parser: ArgumentParser, **defaults: Any) -> None:
+    """Add the target of a command, who acts there, and further options as by `shared_options`."""
+    parser.add_argument("target", metavar="TARGET", help="the run folder of a fit, or a model")
+    _constructor_arguments(parser)
     parser.add_argument(
         "--policy",
         metavar="NAME",
         help="who acts, if MODEL is given: random, qmdp, pft, … (see compare), or path/to/file.py:name",
     )
-    budget_options(parser)
     parser.add_argument(
         "--unfinished", action="store_true", help="take the best so far of a fit that was stopped or killed"
     )
     other_model_options(parser)
+    of_solution = "that of the solution, or else of the model"
+    shared_options(parser, **BUDGET, **defaults, prior=of_solution, run=BESIDE)
 
 
 def other_model_options(parser: ArgumentParser) -> None:
@@ -58,66 +65,26 @@ def other_model_options(parser: ArgumentParser) -> None:
     )
 
 
-def budget_options(parser: ArgumentParser) -> None:
-    """Add options on what learners and planners may spend."""
+def _constructor_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--simulations",
-        type=count,
-        default=100,
-        help="simulations that a planner runs for each decision (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--training-episodes",
-        type=count,
-        default=10_000,
-        help="episodes that a learner plays (default: %(default)s)",
+        "arguments", nargs="*", metavar="key=value", help="arguments of the model's constructor"
     )
 
 
-def seed_option(parser: ArgumentParser, default: int | None) -> None:
-    """Add the seed of all random numbers."""
-    shown = "fresh, and noted in run.json" if default is None else str(default)
-    parser.add_argument(
-        "--seed", type=seed, default=default, help=f"seed of all random numbers (default: {shown})"
-    )
+def shared_options(parser: ArgumentParser, **defaults: Any) -> None:
+    """Add options that several commands share: `num_episodes=30` is `--num-episodes`, and 30 its default.
 
-
-def run_option(parser: ArgumentParser, default: str = "runs/<model>-<command>-<n>") -> None:
-    """Add the folder for results."""
-    parser.add_argument("--run", metavar="DIR", help=f"folder for results (default: {default})")
-
-
-BESIDE = "beside the solution of RUN, or for a model runs/<model>-<command>-<n>"
-"""Where results about a solution go by default."""
-
-
-def prior_option(parser: ArgumentParser) -> None:
-    """Add a prior over contexts, by one rule for all commands."""
-    parser.add_argument(
-        "--prior",
-        type=probabilities,
-        metavar="P,P,…",
-        help="prior over contexts, such as 0.5,0.5 (default: that of the solution, or else of the model)",
-    )
-
-
-def likelihood_option(
-    parser: ArgumentParser, default: str = "exact for a finite model of moderate size, otherwise smc"
-) -> None:
-    """Add the inference backend, with its settings."""
-    parser.add_argument(
-        "--likelihood",
-        type=backend,
-        metavar="NAME",
-        help=f"{', '.join(BACKENDS)}, with settings as in smc,num_particles=1000 (default: {default})",
-    )
-
-
-def episodes_option(parser: ArgumentParser, default: int) -> None:
-    """Add the number of episodes."""
-    parser.add_argument(
-        "--num-episodes", type=count, default=default, help="number of episodes (default: %(default)s)"
-    )
+    A default that is a text says in words what it comes to if the option is left out.
+    """
+    for name, default in defaults.items():
+        kind, metavar, explanation = SHARED[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
+            default=None if isinstance(default, str) else default,
+            help=f"{explanation} (default: {default})",
+        )
 
 
 def shows_progress(options: Namespace) -> bool:
@@ -206,7 +173,8 @@ def backend(text: str) -> Backend:
     try:
         if name not in BACKENDS:
             raise invalid("likelihood", name, f"one of {', '.join(BACKENDS)}")
-        arguments, kind = as_arguments(settings), BACKENDS[name]
+        kind = BACKENDS[name]
+        arguments = {key: as_value(word) for key, word in as_words(settings).items()}
         taken = list(inspect.signature(kind).parameters)
         expected = f"settings out of {', '.join(taken)}" if taken else "no settings"
         for each in arguments:
@@ -214,3 +182,19 @@ def backend(text: str) -> Backend:
         return kind(**arguments)
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(str(error)) from error
+
+
+SHARED: dict[str, tuple[Callable[[str], Any], str | None, str]] = {
+    "num_episodes": (count, None, "number of episodes"),
+    "simulations": (count, None, "simulations that a planner runs for each decision"),
+    "training_episodes": (count, None, "episodes that a learner plays"),
+    "likelihood": (
+        backend,
+        "NAME",
+        f"{', '.join(BACKENDS)}, with settings as in smc,num_particles=1000",
+    ),
+    "prior": (probabilities, "P,P,…", "prior over contexts, such as 0.5,0.5"),
+    "seed": (seed, None, "seed of all random numbers"),
+    "run": (str, "DIR", "folder for results"),
+}
+"""Options of several commands: type, placeholder and explanation."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.cli.errors import OURS, CommandError
+from cpomdp_ppl.cli.command import OURS, CommandError, Registry
 from cpomdp_ppl.cli.model import import_code, is_path
-from cpomdp_ppl.cli.registry import Registry
 from cpomdp_ppl.experiments.fingerprint import file_hash
 from cpomdp_ppl.policy import RandomPolicy, as_policy
 

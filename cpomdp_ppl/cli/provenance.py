@@ -16,7 +16,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.errors import OURS, CommandError
+from cpomdp_ppl.cli.command import OURS, CommandError
 from cpomdp_ppl.cli.model import ModelSpec, as_words, is_path
 from cpomdp_ppl.cli.options import warn
 from cpomdp_ppl.experiments.fingerprint import file_hash

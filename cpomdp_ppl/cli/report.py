@@ -9,21 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK
+from cpomdp_ppl.cli.command import OK, Command
 from cpomdp_ppl.cli.model import ModelSpec
-from cpomdp_ppl.cli.options import (
-    count,
-    episodes_option,
-    likelihood_option,
-    other_model_options,
-    progress_of,
-    seed_option,
-    shows_progress,
-)
+from cpomdp_ppl.cli.options import other_model_options, progress_of, shared_options, shows_progress
 from cpomdp_ppl.cli.policies import Budget, is_users_own, recipe
 from cpomdp_ppl.cli.provenance import spec_of
-from cpomdp_ppl.cli.solution import load_solution, solution_place
+from cpomdp_ppl.cli.target import load_solution, solution_place
 from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError
 from cpomdp_ppl.inference import BACKENDS, as_backend
 
@@ -117,22 +108,17 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="RUN", help="a run folder")
     parser.add_argument("--policy", metavar="NAME", help="whose episodes to show, if not the solution's")
     parser.add_argument(
-        "--simulations",
-        type=count,
-        help="simulations that a planner runs for each decision (default: as in the run, or 100)",
-    )
-    parser.add_argument(
-        "--training-episodes",
-        type=count,
-        help="episodes that a learner plays (default: as in the run, or 10000)",
-    )
-    parser.add_argument(
         "--unfinished", action="store_true", help="report on a run that was stopped or killed"
     )
     other_model_options(parser)
-    episodes_option(parser, 12)
-    likelihood_option(parser, "that of the run, or what suits the model")
-    seed_option(parser, 0)
+    shared_options(
+        parser,
+        simulations="as in the run, or 100",
+        training_episodes="as in the run, or 10000",
+        num_episodes=12,
+        likelihood="that of the run, or what suits the model",
+        seed=0,
+    )
 
 
 REPORT = Command(

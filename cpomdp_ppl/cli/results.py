@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.errors import Stopped
+from cpomdp_ppl.cli.command import Stopped
+from cpomdp_ppl.cli.options import note
 from cpomdp_ppl.experiments.files import DiskFullError, is_disk_full
-from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError, next_folder
+from cpomdp_ppl.experiments.run_folder import FIGURES, RunFolder, RunFolderError, next_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from matplotlib.figure import Figure
 
     from cpomdp_ppl.cli.model import ModelSpec
 
@@ -88,12 +92,20 @@ class Results:
         else:
             self.folder.finish(in_force)
 
-    def again(self) -> str:
+    def draw(self, figures: Mapping[str, Callable[[], Figure]]) -> None:
+        """Draw figures and write them, unless matplotlib is not installed: results do not depend on it."""
+        if not is_installed("matplotlib"):
+            note(self.options, "no figures: they need cpomdp-ppl[plot]")
+            return
+        for name, draw in figures.items():
+            self.folder.write_figure(name, draw())
+
+    def again(self, *program: str, folder: str = "--run") -> str:
         """The command line that goes on with this, or begins it again."""
-        words = list(self.options.command_line)
+        words = [*(program or ("cpomdp",)), self.command, *self.options.command_line]
         if self.options.run is None and not self.beside:
-            words += ["--run", str(self.folder.path)]
-        return shlex.join(["cpomdp", self.command, *words])
+            words += [folder, str(self.folder.path)]
+        return shlex.join(words)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -117,3 +129,22 @@ class Results:
         there = ", ".join(name for name in self.outputs if self.folder.has(name)) if self.replaced else ""
         what = f"stopped; {self.folder.path} has {there}" if there else "stopped, before anything was written"
         return f"{what}; to begin again: {self.again()}"
+
+
+def figure_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files of figures, in a run folder.
+
+    Examples:
+        >>> figure_files(["curve"])
+        ('figures/curve.svg', 'figures/curve.png')
+    """
+    return tuple(f"{FIGURES}/{name}.{kind}" for name in names for kind in ("svg", "png"))
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; one that is there but broken cannot."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK
-from cpomdp_ppl.cli.options import (
-    BESIDE,
-    episodes_option,
-    many,
-    model_arguments,
-    note,
-    policy_option,
-    prior_option,
-    run_option,
-    seed_option,
-)
+from cpomdp_ppl.cli.command import OK, Command
+from cpomdp_ppl.cli.options import FRESH, many, note, target_options
 from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.rollout import simulate as play
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from pathlib import Path
 
 EPISODES, RETURNS = "episodes.npz", "returns.csv"
 
@@ -31,10 +19,7 @@ EPISODES, RETURNS = "episodes.npz", "returns.csv"
 def simulate(options: Namespace) -> int:
     """Play episodes, and keep them."""
     target = CommandTarget.of(options)
-    settings = {
-        "num_episodes": options.num_episodes,
-        "contexts": options.contexts,
-    }
+    settings = {"num_episodes": options.num_episodes, "contexts": options.contexts}
     results = target.results(options, "simulate", settings, (EPISODES, RETURNS))
     with results.kept():
         episodes = play(
@@ -53,7 +38,7 @@ def simulate(options: Namespace) -> int:
             if bool((episodes.contexts == c).any())
         }
         folder = results.replace()
-        folder.write(EPISODES, lambda file: _save(episodes, file))
+        folder.write(EPISODES, episodes.save)
         folder.write_table(
             RETURNS,
             {
@@ -71,20 +56,11 @@ def simulate(options: Namespace) -> int:
     return OK
 
 
-def _save(episodes: Any, file: Path) -> None:
-    episodes.save(file)
-
-
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", explanation="a model, or the run folder of a fit")
-    policy_option(parser)
-    episodes_option(parser, 1000)
+    target_options(parser, num_episodes=1000, seed=FRESH)
     parser.add_argument(
         "--contexts", metavar="NAME", help="the true context, or 'balanced' (default: drawn from the prior)"
     )
-    prior_option(parser)
-    seed_option(parser, None)
-    run_option(parser, BESIDE)
 
 
 SIMULATE = Command(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.command import CommandError, Registry
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import progress_of
 from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, is_users_own, recipe
 from cpomdp_ppl.cli.provenance import spec_of
 from cpomdp_ppl.cli.results import Results
-from cpomdp_ppl.cli.solution import load_solution, solution_hash
-from cpomdp_ppl.experiments.run_folder import RECORD, RunFolder
+from cpomdp_ppl.experiments.fingerprint import file_hash
+from cpomdp_ppl.experiments.run_files import CHECKPOINT, SOLUTION
+from cpomdp_ppl.experiments.run_folder import RECORD, RunFolder, RunFolderError
 from cpomdp_ppl.rng import fresh_seed
 
 if TYPE_CHECKING:
@@ -24,6 +26,38 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Policy
+
+
+SOLVERS: Registry[Callable[[Path, CPOMDP], Any]] = Registry("solver", Callable, "cpomdp_ppl.solvers")  # type: ignore[arg-type]
+"""Each loads a solution, which has a `policy` and a `prior`, from a folder and for a model."""
+
+
+def solution_place(folder: RunFolder) -> Path | None:
+    """Where the solution is; for a run that was killed, the checkpoint with the best so far."""
+    places = (folder.path / SOLUTION, folder.path / CHECKPOINT)
+    return next((place for place in places if any(place.glob("[!.]*"))), None)  # hidden files are unfinished
+
+
+def solution_hash(folder: RunFolder) -> str:
+    """The hash of the solution's files, which tells it from an earlier or later one."""
+    return file_hash(solution_place(folder) or folder.path / SOLUTION)
+
+
+def load_solution(folder: RunFolder, model: CPOMDP) -> Any:
+    """The solution in a folder, which has a `policy` and a `prior`.
+
+    Raises:
+        RunFolderError: If there is none.
+    """
+    name = folder.record.get("solver")
+    if not isinstance(name, str):
+        raise RunFolderError(
+            f"{folder.path} has no solution: it is of the command '{folder.record['command']}', not of a fit"
+        )
+    place = solution_place(folder)
+    if place is None:
+        raise RunFolderError(f"{folder.path} has no solution yet: repeat its command to go on with it")
+    return SOLVERS.find(name)(place, model)
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import INTERRUPTED, OK, USER_ERROR, CommandError, Stopped
-from cpomdp_ppl.cli.figures import write_figures
+from cpomdp_ppl.cli.command import INTERRUPTED, OK, USER_ERROR, Command, CommandError, Stopped
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import (
+    FRESH,
+    NEW_FOLDER,
+    SUITABLE,
     count,
-    likelihood_option,
     model_arguments,
     non_negative,
     note,
     positive,
     probabilities,
     progress_of,
-    run_option,
-    seed_option,
+    shared_options,
 )
 from cpomdp_ppl.cli.results import Results
 from cpomdp_ppl.experiments.run_files import CHECKPOINT, HISTORY, SOLUTION
@@ -103,7 +102,7 @@ def _fit(options: Namespace, group: SingleProcess) -> int:
                 f"--unfinished); to go on from the last checkpoint: {_again(results, group)}"
             ) from None
         _keep(folder, solution)
-        write_figures(options, folder, {"solution": lambda: solution.plot(likelihood=options.likelihood)})
+        results.draw({"solution": lambda: solution.plot(likelihood=options.likelihood)})
         results.finish()
     print(last(solution))
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
@@ -115,11 +114,8 @@ def _again(results: Results, group: SingleProcess) -> str:
     """The command line that goes on with as many processes."""
     if group.size == 1:
         return results.again()
-    words = list(results.options.command_line)
-    if results.options.run is None:
-        words += ["--folder", str(results.folder.path)]
     here = os.environ.get("LOCAL_WORLD_SIZE", group.size)
-    return shlex.join(["torchrun", f"--nproc-per-node={here}", "-m", "cpomdp_ppl", "fit", *words])
+    return results.again("torchrun", f"--nproc-per-node={here}", "-m", "cpomdp_ppl", folder="--folder")
 
 
 def _keep(folder: RunFolder, solution: Solution) -> None:
@@ -141,7 +137,7 @@ def last(solution: Solution) -> str:
 
 def _options(parser: ArgumentParser) -> None:
     model_arguments(parser)
-    likelihood_option(parser)
+    shared_options(parser, likelihood=SUITABLE, seed=FRESH)
     parser.add_argument(
         "--objective",
         choices=list(OBJECTIVES),
@@ -178,14 +174,11 @@ def _options(parser: ArgumentParser) -> None:
         metavar="P,P,…",
         help="prior over contexts, such as 0.5,0.5; or dirichlet, to be ready for any (for cpomdp run)",
     )
-    seed_option(parser, None)
-    run_option(parser)
     parser.add_argument(
-        "--folder",
-        dest="run",
+        *("--run", "--folder"),
         metavar="DIR",
-        help="the same as --run, for torchrun --nproc-per-node=N -m cpomdp_ppl fit …, which takes --run for "
-        "an option of torchrun",
+        help=f"folder for results (default: {NEW_FOLDER}); say --folder after torchrun --nproc-per-node=N -m "
+        "cpomdp_ppl fit …, which takes --run for an option of torchrun",
     )
 
 

@@ -7,24 +7,9 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.cli.command import Command
-from cpomdp_ppl.cli.errors import OK, CommandError, Stopped
-from cpomdp_ppl.cli.figures import figure_files, write_figures
-from cpomdp_ppl.cli.options import (
-    BESIDE,
-    count,
-    episodes_option,
-    likelihood_option,
-    model_arguments,
-    note,
-    policy_option,
-    positive,
-    prior_option,
-    progress_of,
-    run_option,
-    seed_option,
-    warn,
-)
+from cpomdp_ppl.cli.command import OK, Command, CommandError, Stopped
+from cpomdp_ppl.cli.options import SUITABLE, count, note, positive, progress_of, target_options, warn
+from cpomdp_ppl.cli.results import figure_files
 from cpomdp_ppl.cli.target import CommandTarget
 from cpomdp_ppl.evaluation import Mean
 from cpomdp_ppl.experiments.run_files import ALGORITHM1
@@ -87,7 +72,7 @@ def run(options: Namespace) -> int:
                 f"are in {place}.csv; to begin again: {results.again()}"
             ) from None
         _keep(results, done)
-        write_figures(options, results.folder, {ALGORITHM1: lambda: picture(done)})
+        results.draw({ALGORITHM1: lambda: picture(done)})
         results.finish(**target.in_force, context="in proportion to the prior", stop_at="never")
     print(table(done))
     note(options, f"episodes: {place}.csv and .nc")
@@ -139,16 +124,13 @@ def table(done: Run) -> str:
 
 
 def _options(parser: ArgumentParser) -> None:
-    model_arguments(parser, "target", explanation="the run folder of a fit, or a model")
-    policy_option(parser)
+    target_options(parser, num_episodes=10, likelihood=SUITABLE, seed=0)
     parser.add_argument(
         "--context", metavar="NAME", help="the true context (default: in proportion to the prior)"
     )
-    episodes_option(parser, 10)
     parser.add_argument(
         "--num-runs", type=count, default=1, help="number of runs side by side (default: %(default)s)"
     )
-    likelihood_option(parser)
     parser.add_argument(
         "--stop-at",
         "--settled",
@@ -156,9 +138,6 @@ def _options(parser: ArgumentParser) -> None:
         metavar="P",
         help="stop a run when a context is more likely than this (--settled is the former name)",
     )
-    prior_option(parser)
-    seed_option(parser, 0)
-    run_option(parser, BESIDE)
 
 
 RUN = Command(

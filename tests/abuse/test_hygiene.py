@@ -172,7 +172,7 @@ def returned(seed):
 def commanded(tmp_path):
     """The command line, which is a function, too; but for its figures, which take longest, and are below."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpomdp_ppl.cli.figures.is_installed", lambda module: module != "matplotlib")
+        patch.setattr("cpomdp_ppl.cli.results.is_installed", lambda module: module != "matplotlib")
         return commands(tmp_path)
 
 

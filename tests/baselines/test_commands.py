@@ -5,7 +5,7 @@ import torch
 
 from baselines.commands import POLICIES, best_repeated
 from cpomdp_ppl import simulate
-from cpomdp_ppl.cli.errors import CommandError
+from cpomdp_ppl.cli.command import CommandError
 from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 

@@ -12,7 +12,7 @@ from shutil import copytree
 import pytest
 
 from cpomdp_command import main
-from cpomdp_ppl.cli import figures
+from cpomdp_ppl.cli import results
 
 LINE_GRID = "cpomdp_ppl.models:LineGrid"
 SMALL = ("--iterations", "4", "--batch-size", "8", "--likelihood", "exact", "--seed", "5")
@@ -80,7 +80,7 @@ def write_coin(place):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """As if matplotlib were not installed, because drawing takes longest."""
-    monkeypatch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+    monkeypatch.setattr(results, "is_installed", lambda module: module != "matplotlib")
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ import torch
 
 from cpomdp_command import main
 from cpomdp_ppl import Episodes, RandomPolicy, evaluate, simulate
-from cpomdp_ppl.cli import COMMANDS, compare, figures
-from cpomdp_ppl.cli.figures import is_installed
+from cpomdp_ppl.cli import COMMANDS, compare, results
 from cpomdp_ppl.cli.model import ModelSpec
+from cpomdp_ppl.cli.results import is_installed
 from cpomdp_ppl.models import LineGrid
 from solvers import cids
 from tests.cli.conftest import LINE_GRID, SMALL, read, refused
@@ -60,7 +60,7 @@ def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
     assert found["likelihood"] == "exact"
 
     if is_installed("matplotlib"):
-        monkeypatch.setattr(figures, "is_installed", is_installed)
+        monkeypatch.setattr(results, "is_installed", is_installed)
     words = ["--num-episodes", "4", "--draws", "20", "--calibrate", "40", "--likelihood", "exact"]
     assert main(["diagnose", "here", *words]) == 0
     data = az.from_netcdf("here/episodes.nc")
@@ -228,7 +228,7 @@ def light_dark_fit(tmp_path_factory):
     place = tmp_path_factory.mktemp("examples") / "LightDark-fit-1"
     words = ["--iterations", "2", "--batch-size", "4", "--likelihood", "ekf", "--seed", "1", "--quiet"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "is_installed", lambda module: module != "matplotlib")
+        patch.setattr(results, "is_installed", lambda module: module != "matplotlib")
         assert main(["fit", "cpomdp_ppl.models:LightDark", *words, "--run", str(place)]) == 0
     return place
 
