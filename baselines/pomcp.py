@@ -256,9 +256,9 @@ class POMCP(_TreeSearch):
     Args:
         model: The CPOMDP.
         num_simulations: Simulations for each decision.
-        settings: Further settings, as in `POUCT`: `bins` for each number of a continuous observation (None for
-            none), `limits` and `scheme` of these bins, the `rollout`, the constant of UCB1 (`exploration`),
-            the number of particles of the belief (`num_particles`), and a `seed`.
+        settings: Further settings, as in `POUCT`: `bins` for each number of a continuous observation (None
+            for none), `limits` and `scheme` of these bins, the `rollout`, the constant of UCB1
+            (`exploration`), the number of particles of the belief (`num_particles`), and a `seed`.
 
     Attributes:
         deprivation: How often a belief was lost so far. It decides nothing.

@@ -1,0 +1,1 @@
+"""How to add a model, a backend, a baseline and an objective: one small file each."""
