@@ -281,6 +281,8 @@ def _cell_content(cell: Any) -> Any:
 def _library_version(module: str) -> str | None:
     """Version of the installed library that a module belongs to; None for code that may be edited."""
     top = module.partition(".")[0]
+    if top == "__main__":  # whose file is one of joblib's in the processes that joblib starts
+        return None
     if top in sys.stdlib_module_names:
         return str(sys.implementation.cache_tag)
     file = getattr(sys.modules.get(module), "__file__", None) or ""
