@@ -34,7 +34,7 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# For hours at night: tests of robustness with ten times as many cases, and processes killed at any moment.
+# The long ones: tests of robustness with ten times as many cases, and processes killed at any moment.
 abuse: $(INSTALLED)
 	CPOMDP_ABUSE=$(CPOMDP_ABUSE) $(BIN)/python -m pytest tests/abuse -n auto --dist worksteal
 	CPOMDP_ABUSE=$(CPOMDP_ABUSE) $(BIN)/python -m pytest tests -m long --ignore=tests/abuse
