@@ -24,27 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a planner remembers: the belief it has come to.
+    """What a planner remembers: the belief it has come to."""
 
-    Attributes:
-        belief: Particles, leaves `[C, B, …]`.
-        prior: Prior over contexts, float64 `[B, C]`.
-        log_likelihood: Log-likelihood of everything seen, under every context, float64 `[B, C]`.
-        path: All steps so far, should it be necessary to go through them again.
-    """
-
-    belief: Cloud
-    prior: Tensor
-    log_likelihood: Tensor
-    path: tuple[Observed, ...] = ()
+    belief: Cloud  # leaves [C, B, …]
+    prior: Tensor  # over contexts, float64 [B, C]
+    log_likelihood: Tensor  # of everything seen, under every context, float64 [B, C]
+    path: tuple[Observed, ...] = ()  # all steps, should it be necessary to go through them again
 
     @property
     def log_posterior(self) -> Tensor:
-        """`log P(c | h)`, float64 `[B, C]`.
-
-        Raises:
-            DegenerateWeightsError: If the prior excludes every context that can have produced an episode.
-        """
+        """`log P(c | h)`, float64 `[B, C]`; raises if the prior excludes every possible context."""
         joint = self.prior.log() + self.log_likelihood
         return log_normalised(joint[:, None], self.path[-1].time if self.path else 0).squeeze(1)
 
@@ -59,11 +48,7 @@ class Memory:
         return Memory(belief, p, torch.zeros_like(p))
 
     def after(self, model: CPOMDP, percept: Percept, time: int, seed: int | None) -> Memory:
-        """After a step (or an initial observation); the memory before stays as it was.
-
-        Raises:
-            DegenerateWeightsError: If no context can have produced what was seen.
-        """
+        """After a step (or an initial observation); the memory before stays as it was."""
         seen = Observed.at(time, percept.action, percept.observations, percept.observed)
         with inference_scope(model, seed):
             backend = ParticleFilter(self.belief.shape[2])
@@ -73,11 +58,7 @@ class Memory:
         return Memory(track.belief, self.prior, track.log_likelihood.T, track.path)
 
     def caught_up(self, model: CPOMDP, history: History, seed: int | None) -> Memory:
-        """After the newest percept of a history; as it is, at time 0 of a model that sees nothing there.
-
-        Raises:
-            DegenerateWeightsError: If no context can have produced what was seen.
-        """
+        """After the newest percept of a history; as it is, at time 0 of a model that sees nothing there."""
         t = history.time
         if t == 0 and not model.initial_observation:
             return self

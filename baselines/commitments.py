@@ -42,17 +42,7 @@ def plans(model: CPOMDP, commitments: Sequence[Commitment] | None) -> Tensor:
 
 
 def returns_of(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tensor:
-    """What each plan earns in every context from a time to the horizon, on average over the states.
-
-    Args:
-        plans: The action at each time, `[G, T]`.
-        programs: The model's programs, as its particle filter runs them.
-        states: Where play begins, leaves `[C, R, M, …]`.
-        time: When, `[R]`; at the horizon T nothing is to be earned.
-
-    Returns:
-        `[C, R, G]`.
-    """
+    """What plans `[G, T]` earn in every context from times `[R]` to the horizon, on average: `[C, R, G]`."""
     G = len(plans)
     copies = map_state(lambda leaf: leaf.repeat_interleave(G, 1), states)  # [C, R·G, M, …]
     which = torch.arange(G, device=time.device).repeat(len(time))
@@ -61,17 +51,7 @@ def returns_of(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tenso
 
 
 def returns_after(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Tensor:
-    """What every action earns if each plan is kept to after it, in every context, on average over the states.
-
-    Args:
-        plans: The action at each time, `[G, T]`.
-        programs: The model's programs, as its particle filter runs them.
-        states: Where the action is taken, leaves `[C, R, M, …]`.
-        time: When, `[R]`, before the horizon.
-
-    Returns:
-        `[C, R, A, G]`.
-    """
+    """What every action earns at times `[R]` if each plan `[G, T]` is kept to after it: `[C, R, A, G]`."""
     A, (_, some) = programs.model.num_actions, next(leaves(states))
     C, R, M = some.shape[:3]
     shape = torch.Size((C, R * A, M))
@@ -84,14 +64,7 @@ def returns_after(plans: Tensor, programs: SMC, states: Any, time: Tensor) -> Te
 
 
 def play(programs: SMC, states: Any, time: Tensor, action_at: Callable[[Tensor], Tensor]) -> Tensor:
-    """The mean return of open-loop play in every context, `[C, R]`.
-
-    Args:
-        programs: The model's programs.
-        states: Where it begins, leaves `[C, R, M, …]`.
-        time: When, `[R]`.
-        action_at: From times `[R]` to actions.
-    """
+    """The mean return of open-loop play in every context from times `[R]` on, `[C, R]`."""
     T, (_, some) = programs.model.horizon, next(leaves(states))
     shape = some.shape[:3]
     total = torch.zeros(shape[:2], device=time.device)

@@ -30,11 +30,7 @@ class Learned:
 
 
 class LearningInterrupted(KeyboardInterrupt):
-    """Ctrl-C while a policy was learned.
-
-    Attributes:
-        learned: What was learned until then.
-    """
+    """Ctrl-C while a policy was learned; `learned` is what it was until then."""
 
     def __init__(self, learned: Learned) -> None:
         super().__init__(learned)

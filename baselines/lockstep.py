@@ -31,12 +31,7 @@ Rollout = Literal["commitment", "blind", "random"]
 
 @dataclass(frozen=True)
 class Rows:
-    """States as rows of numbers, and back: what a planner carries about must be small.
-
-    Attributes:
-        signature: The signature of the model.
-        device: Where its tensors live.
-    """
+    """States as rows of numbers, and back: what a planner carries about must be small."""
 
     signature: Signature
     device: torch.device
@@ -81,16 +76,10 @@ class Rollouts:
         self.informed = kind == "commitment"
 
     def values(self, state: Any, context: Tensor, time: Tensor, log_posterior: Tensor | None) -> Tensor:
-        """What is earned from states with leaves `[R, …]` on.
+        """What is earned from states with leaves `[R, …]`, in contexts `[R]` and at times `[R]`, on.
 
-        Args:
-            state: Where the rest begins.
-            context: In which context, `[R]`.
-            time: When, `[R]`.
-            log_posterior: Log-posterior over contexts, `[R, C]`, for `"commitment"`.
-
-        Returns:
-            What each action is worth, kept to until the end, `[R, A]`; or what the rollout earned, `[R, 1]`.
+        With a log-posterior `[R, C]`, for `"commitment"`, what each action is worth, kept to until the end,
+        `[R, A]`; otherwise what the rollout earned, `[R, 1]`.
         """
         A, C, R = self.programs.model.num_actions, self.programs.model.num_contexts, len(time)
         if log_posterior is None:
@@ -118,11 +107,6 @@ class LockStep:
     """Runs tasks that ask for steps and rollouts, and serves all together that ask for the same.
 
     To be made and used inside `cpomdp_ppl.inference.backend.inference_scope`.
-
-    Args:
-        programs: The programs of the model.
-        binning: How observations become symbols.
-        rollout: What rollouts do; see `Rollouts`.
     """
 
     def __init__(self, programs: Generative, binning: Binning, rollout: Rollout = "blind") -> None:

@@ -171,37 +171,21 @@ class Tree:
 
     An edge is a node and an action. What can happen on it is kept with the first node it led to: J outcomes,
     drawn beforehand, of which some are in play.
-
-    Attributes:
-        belief: Belief of every node, leaves `[K, C, B, …]`.
-        log_posterior: Log-posterior over contexts, `[K, B, C]`.
-        depth: Steps from the root, `[K, B]`; -1 for nodes that were never added.
-        reward: Reward of the edge that leads to a node, `[K, B]`; 0 for the root.
-        visits: Visits of every edge, `[K, B, A]`.
-        values: The mean return of simulations through an edge, from there on, `[K, B, A]`.
-        first: The first node an edge led to, `[K, B, A]`; 0 for none.
-        observations: Outcomes of the edge whose first node this is, by site `[K, B, J, …]`.
-        observed: Whether they were observed, by site, bool `[K, B, J, …]`.
-        alike: The first of the outcomes that is equal to each, `[K, B, J]`.
-        distinct: How many of the first 0 … J are different, `[K, B, J + 1]`; NEVER where there are no more to
-            come.
-        in_play: How many outcomes are, `[K, B]`.
-        children: The nodes they lead to, `[K, B, J]`; 0 for none.
     """
 
-    belief: Cloud
-    log_posterior: Tensor
-    depth: Tensor
-    reward: Tensor
-    visits: Tensor
-    values: Tensor
-    first: Tensor
-    observations: dict[str, Tensor]
-    observed: dict[str, Tensor]
-    alike: Tensor
-    distinct: Tensor
-    in_play: Tensor
-    children: Tensor
+    belief: Cloud  # of every node, leaves [K, C, B, …]
+    log_posterior: Tensor  # over contexts, [K, B, C]
+    depth: Tensor  # steps from the root, [K, B]; -1 for nodes that were never added
+    reward: Tensor  # of the edge that leads to a node, [K, B]; 0 for the root
+    visits: Tensor  # of every edge, [K, B, A]
+    values: Tensor  # the mean return of simulations through an edge, from there on, [K, B, A]
+    first: Tensor  # the first node an edge led to, [K, B, A]; 0 for none
+    observations: dict[str, Tensor]  # outcomes of the edge whose first node this is, by site [K, B, J, …]
+    observed: dict[str, Tensor]  # whether they were, by site, bool [K, B, J, …]
+    alike: Tensor  # the first of the outcomes that is equal to each, [K, B, J]
+    distinct: Tensor  # how many of the first 0 … J differ, [K, B, J + 1]; NEVER where no more come
+    in_play: Tensor  # how many outcomes are, [K, B]
+    children: Tensor  # the nodes they lead to, [K, B, J]; 0 for none
 
     def most_visited(self) -> Tensor:
         """The action visited most at the root, `[B]`; of several, the one of the highest value.
@@ -247,33 +231,18 @@ def planted(cloud: Cloud, log_posterior: Tensor, programs: Generative, K: int, J
 
 @dataclass(frozen=True)
 class Frontier:
-    """Where R of the B simulations leave the tree: at an edge, by an outcome that has no node yet.
+    """Where R of the B simulations leave the tree: at an edge, by an outcome without a node; all `[R]`."""
 
-    Attributes:
-        episode: Which simulation, `[R]`.
-        node: The last one inside the tree, `[R]`.
-        action: Taken there, `[R]`.
-        first: The first node that edge led to, `[R]`; 0 if this is its first visit.
-        outcome: Which of the edge's, `[R]`.
-        depth: Depth of the node, `[R]`.
-    """
-
-    episode: Tensor
-    node: Tensor
-    action: Tensor
-    first: Tensor
-    outcome: Tensor
-    depth: Tensor
+    episode: Tensor  # which simulation
+    node: Tensor  # the last one inside the tree
+    action: Tensor  # taken there
+    first: Tensor  # node that edge led to; 0 if this is its first visit
+    outcome: Tensor  # which of the edge's
+    depth: Tensor  # of the node
 
 
 class Search:
-    """B searches at work on their trees.
-
-    Args:
-        settings: The policy.
-        memory: The beliefs to start from.
-        time: The time at which they are held.
-    """
+    """B searches at work on their trees, from beliefs held at a time."""
 
     def __init__(self, settings: PFT, memory: Memory, time: int) -> None:
         self.settings, self.time = settings, time
@@ -437,13 +406,9 @@ class Search:
         return value.index_copy_(0, rows, self.leaf_value(states, posterior, time).double())
 
     def commit(self, k: int, b: Tensor, returns: Tensor, posterior: Tensor) -> Tensor:
-        """Value nodes k by the best action and commitment, `[R]`; that of an action counts as a visit.
+        """Value nodes k of episodes `[R]` by the best action and commitment; an action's value is a visit.
 
-        Args:
-            k: The number of the nodes.
-            b: The episodes whose they are, `[R]`.
-            returns: What each plan earns after every action, in every context, `[C, R, A, G]`.
-            posterior: Posterior over contexts, `[R, C]`.
+        `returns` `[C, R, A, G]` are what each plan earns after every action; `posterior` is `[R, C]`.
         """
         worth = torch.einsum("rc,crag->rag", posterior, returns).amax(2)  # [R, A]
         self.tree.visits[k].index_fill_(0, b, 1.0)

@@ -202,21 +202,13 @@ class POUCT(_TreeSearch):
 
 @dataclass
 class Deprivation:
-    """How often a belief was lost, over everything a policy has done so far.
+    """How often a belief was lost, over everything a policy has done so far."""
 
-    Attributes:
-        updates: How often a belief was brought up to date.
-        looks: In how many of those there was something to see.
-        deprived: How often no particle was left.
-        episodes: How many episodes there were.
-        episodes_deprived: In how many of them it happened at least once.
-    """
-
-    updates: int = 0
-    looks: int = 0
-    deprived: int = 0
+    updates: int = 0  # how often a belief was brought up to date
+    looks: int = 0  # in how many of those there was something to see
+    deprived: int = 0  # how often no particle was left
     episodes: int = 0
-    episodes_deprived: int = 0
+    episodes_deprived: int = 0  # in which that happened at least once
 
     @property
     def rate(self) -> float:
@@ -231,17 +223,11 @@ class Deprivation:
 
 @dataclass(frozen=True)
 class Trees:
-    """What POMCP remembers. A step takes it over: the trees of the step before become part of the new ones.
+    """What POMCP remembers. A step takes it over: the trees before become part of the new ones."""
 
-    Attributes:
-        prior: Prior over contexts, `[B, C]`.
-        agents: pomdp-py's, with belief and tree; none before the first step.
-        deprived: Which episodes have ever lost their belief, bool `[B]`.
-    """
-
-    prior: Tensor
-    agents: tuple[pomdp_py.Agent, ...]
-    deprived: NDArray[np.bool_]
+    prior: Tensor  # over contexts, [B, C]
+    agents: tuple[pomdp_py.Agent, ...]  # with belief and tree; none before the first step
+    deprived: NDArray[np.bool_]  # which episodes have ever lost their belief, [B]
 
 
 class POMCP(_TreeSearch):

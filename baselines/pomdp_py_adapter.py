@@ -17,15 +17,7 @@ class Augmented(pomdp_py.State):
     """A state, its context and the time, with what the step that led there gave.
 
     One is like another only if it is the same: pomdp-py hashes and copies states far too often to do more.
-
-    Attributes:
-        row: The state's numbers, `[K]`.
-        context: The context c.
-        time: The time t.
-        reward: Reward of the step that led here.
-        seen: What was seen in it.
-        log_posterior: Log-posterior over contexts given what was seen on the way here, up to a constant,
-            `[C]`; kept up to date only for rollouts that go by it.
+    The log-posterior, up to a constant, is kept up to date only for rollouts that go by it.
     """
 
     __slots__ = ("context", "log_posterior", "reward", "row", "seen", "time")

@@ -133,14 +133,7 @@ class QMDP:
 
 
 class OneStep:
-    """One step ahead of beliefs that are held at a time.
-
-    To be made and used inside `inference_scope`.
-
-    Args:
-        settings: The policy.
-        time: When.
-    """
+    """One step ahead of beliefs that are held at a time; to be made and used inside `inference_scope`."""
 
     def __init__(self, settings: QMDP, time: int) -> None:
         self.model, self.time = settings.model, time
@@ -195,12 +188,9 @@ class OneStep:
         return map_state(dealt, belief.spread(self.M * self.J))
 
     def gain(self, percept: Percept, states: Any, before: Tensor) -> Tensor:
-        """By how much the entropy over contexts falls when something is seen, `[R]`.
+        """By how much the entropy over contexts falls for R agents when something is seen, `[R]`.
 
-        Args:
-            percept: What R agents do and see.
-            states: Their beliefs about the state, leaves `[C, R, M, …]`.
-            before: Their `log P(c | h)`, `[R, C]`.
+        `states` are their beliefs, leaves `[C, R, M, …]`; `before` is their `log P(c | h)`, `[R, C]`.
         """
         gain = torch.zeros_like(before[:, 0])
         seen = Observed.at(self.time + 1, percept.action, percept.observations, percept.observed)

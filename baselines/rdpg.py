@@ -159,13 +159,7 @@ def fit(
 
 
 class Recurrent(nn.Module):
-    """A number for each action, at every step of a history: an LSTM, and two layers on top.
-
-    Args:
-        num_features: How many numbers F there are in a step.
-        hidden: How many hidden units H.
-        num_actions: How many actions A.
-    """
+    """A number for each action, at every step of a history: an LSTM, and two layers on top."""
 
     def __init__(self, num_features: int, hidden: int, num_actions: int) -> None:
         super().__init__()
@@ -184,12 +178,7 @@ class Recurrent(nn.Module):
 
 
 class RecurrentPolicy(nn.Module):
-    """The deterministic policy μ: in every step the action with the largest logit.
-
-    Args:
-        encoding: What the agent learns in a step, as numbers.
-        actor: The network whose numbers are logits.
-    """
+    """The deterministic policy μ: in every step the action with the largest logit."""
 
     def __init__(self, encoding: Encoding, actor: Recurrent) -> None:
         super().__init__()
@@ -214,12 +203,7 @@ class RecurrentPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class Exploring:
-    """The policy as it plays to learn: a sample from the softmax of its logits, or, now and then, chance.
-
-    Args:
-        policy: The policy whose logits are used.
-        chance: How often it is chance that decides, with all actions equally likely.
-    """
+    """The policy as it plays to learn: by the softmax of its logits or, by `chance`, uniform."""
 
     policy: RecurrentPolicy
     chance: float
@@ -236,14 +220,7 @@ class Exploring:
 
 
 class Replay:
-    """The latest episodes, in a ring of tensors.
-
-    Args:
-        capacity: How many episodes N it holds.
-        horizon: How many steps T they have.
-        num_features: How many numbers F there are in a step.
-        device: Where it is.
-    """
+    """The latest N episodes, in a ring of tensors."""
 
     def __init__(self, capacity: int, horizon: int, num_features: int, device: torch.device) -> None:
         self.features = torch.zeros(capacity, horizon, num_features, device=device)
@@ -280,10 +257,7 @@ def straight_through(logits: Tensor, temperature: float) -> Tensor:
 def td_targets(rewards: Tensor, following: Tensor, discount: float) -> Tensor:
     """`r_t + γ Q'(h_{t+1}, μ'(h_{t+1}))`, `[B, T]`, and in the last step, with nothing to come, `r_{T-1}`.
 
-    Args:
-        rewards: `r_t`, `[B, T]`.
-        following: `Q'(h_t, μ'(h_t))`, `[B, T]`.
-        discount: γ.
+    `following` is `Q'(h_t, μ'(h_t))`, `[B, T]`.
     """
     to_come = torch.cat([following[:, 1:], torch.zeros_like(following[:, :1])], 1)
     return rewards + discount * to_come
@@ -294,12 +268,6 @@ class Learner:
 
     The critic is `Q(h, a) = q(h) · a`. Any function of a one-hot action is linear in it, so that nothing is
     lost; and `∂Q/∂a`, which the actor follows, is the values of the actions themselves.
-
-    Args:
-        num_features: How many numbers F there are in a step.
-        num_actions: How many actions A.
-        settings: How they learn.
-        device: Where they are.
     """
 
     def __init__(self, num_features: int, num_actions: int, settings: Settings, device: torch.device) -> None:
@@ -315,10 +283,7 @@ class Learner:
     def update(self, features: Tensor, actions: Tensor, rewards: Tensor) -> None:
         """A gradient step of the critic and one of the actor, through episodes from start to end.
 
-        Args:
-            features: Features of the histories, `[B, T, F]`.
-            actions: int64 `[B, T]`.
-            rewards: Scaled rewards, `[B, T]`.
+        Takes features `[B, T, F]`, actions `[B, T]` and scaled rewards `[B, T]`.
         """
         q = self.critic(features)  # [B, T, A]
         error = self.value(q, self.one_hot(actions)) - self.targets(features, rewards)
@@ -362,13 +327,7 @@ class Learner:
 
 
 class Fitting:
-    """A fit at work: a learner, what it learns from, and the best policy it has had.
-
-    Args:
-        model: The CPOMDP.
-        settings: How it learns.
-        num_episodes: How many episodes there will be.
-    """
+    """A fit at work: a learner, what it learns from, and the best policy it has had."""
 
     def __init__(self, model: CPOMDP, settings: Settings, num_episodes: int) -> None:
         self.model, self.settings, self.num_episodes = model, settings, num_episodes

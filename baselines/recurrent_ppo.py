@@ -112,15 +112,7 @@ def _update(bar: Bar, episodes: EpisodesForSB3) -> bool:
 
 
 class EpisodesForSB3(VecEnv):
-    """A batch of episodes in the form that Stable-Baselines3 wants, which is not Gymnasium's.
-
-    Args:
-        model: The CPOMDP.
-        num_envs: How many episodes are played side by side.
-
-    Attributes:
-        returns: The mean return of every batch of episodes so far.
-    """
+    """A batch of episodes in the form that Stable-Baselines3 wants, which is not Gymnasium's."""
 
     def __init__(self, model: CPOMDP, num_envs: int) -> None:
         self.envs = CPOMDPVectorEnv(model, num_envs, flat=True, autoreset_mode="SameStep")
@@ -171,12 +163,7 @@ class EpisodesForSB3(VecEnv):
 
 
 class RecurrentPPOPolicy:
-    """What was trained, as a `Policy`: its memory is the LSTM's.
-
-    Args:
-        model: The CPOMDP.
-        learner: What was trained.
-    """
+    """What was trained, as a `Policy`: its memory is the LSTM's."""
 
     def __init__(self, model: CPOMDP, learner: RecurrentPPO) -> None:
         self.encoding = SpaceEncoding(model, flat=True)

@@ -48,11 +48,7 @@ def as_tensor(argument: str, values: Any) -> Tensor:
 def as_type(argument: str, tensor: Tensor, dtype: torch.dtype, where: Tensor) -> Tensor:
     """A tensor as another type; an error if that alters it (beyond rounding of reals) where it counts.
 
-    Args:
-        argument: What to call it.
-        tensor: `[…]`.
-        dtype: The type it should have.
-        where: Where it counts; has the leading axes of `tensor`.
+    `where` has the leading axes of the tensor.
     """
     cast = tensor.to(dtype)
     if dtype.is_floating_point:

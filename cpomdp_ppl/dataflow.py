@@ -119,16 +119,12 @@ class DataFlow(TorchDispatchMode):
     """Follow marked tensors through everything that is computed from them.
 
     Marks are kept by storage, so that they follow views and what is written in place.
-
-    Attributes:
-        looked_at: Marks of the values that have left torch: for an `if`, for NumPy, as a Python number.
-        paused: Whether operations go unnoticed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.looked_at: Marks = frozenset()
-        self.paused = False
+        self.looked_at: Marks = frozenset()  # of values that have left torch: for an `if`, for NumPy
+        self.paused = False  # whether operations go unnoticed
         self._marks: dict[int, Marks] = {}  # by address
         self._kept: list[Tensor] = []  # an address must not be used twice
 

@@ -184,11 +184,7 @@ def base_of(fn: Any) -> Any:
 
 
 def mask_of(site: Any) -> Tensor | bool:
-    """Where a site counts: the mask of its distribution, and that of any `poutine.mask` around it.
-
-    Returns:
-        A boolean that broadcasts with the site's batch shape.
-    """
+    """Where a site counts, by its distribution and any `poutine.mask`: broadcasts with its batch shape."""
     mask = _mask_of_distribution(site["fn"])
     outer: Tensor | bool | None = site["mask"]
     if outer is None or outer is True:

@@ -21,15 +21,7 @@ SECONDS_TO_FIRST_LINE, SECONDS_BETWEEN_LINES = 1.0, 10.0
 
 
 class Lines:
-    """A progress bar in lines of text, where there is no terminal to draw on.
-
-    Args:
-        tell: The function that is given the lines.
-        total: Number of steps.
-        what: What the task is.
-        unit: What its steps are, in the plural.
-        initial: Number of steps that are done already.
-    """
+    """A progress bar in lines of text, where there is no terminal to draw on; arguments as in `bar`."""
 
     def __init__(
         self, tell: Callable[[str], None], total: int, what: str, unit: str, initial: int = 0

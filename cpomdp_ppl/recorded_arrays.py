@@ -38,18 +38,10 @@ Sites = dict[str, Tensor]
 class RecordedArrays:
     """What `Episodes.from_arrays` is given, argument by argument, as tensors of the right shapes and types.
 
-    Args:
-        model: The model that the arrays are said to come from.
-        actions: `[B, T]`, indices or names.
-        lengths: `[B]`, or None if every episode has T steps.
-
     Attributes:
         actions: int64 `[B, T]`.
         lengths: int64 `[B]`.
         taken: Which steps belong to their episode, bool `[B, T]`.
-
-    Raises:
-        ValueError: Naming the argument, what was found and what was expected; so do all methods.
     """
 
     def __init__(self, model: CPOMDP, actions: Any, lengths: Any) -> None:

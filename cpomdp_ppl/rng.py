@@ -51,12 +51,7 @@ def require_seed(seed: Any) -> None:
 
 
 def fresh_seed(seed: int | None) -> int:
-    """The seed itself, if it is a valid one; None takes fresh entropy.
-
-    Examples:
-        >>> fresh_seed(3)
-        3
-    """
+    """The seed itself, if it is a valid one; None takes fresh entropy."""
     require_seed(seed)
     return secrets.randbits(32) if seed is None else int(seed)
 
@@ -83,23 +78,12 @@ def seed_for(seed: int | None, *purpose: int) -> int | None:
 
 
 def seeds_for(seed: int, number: int) -> list[int]:
-    """So many seeds, each for another use of random numbers.
-
-    Examples:
-        >>> len(set(seeds_for(0, 3)))
-        3
-    """
+    """So many seeds, each for another use of random numbers."""
     return [int(word) for word in np.random.SeedSequence(seed).generate_state(number)]
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of all generators, to compare: as long as nothing is drawn, they stay the same.
-
-    Examples:
-        >>> before = generators()
-        >>> before == generators()
-        True
-    """
+    """The states of all generators, to compare: as long as nothing is drawn, they stay the same."""
     python, (kind, keys, *rest), of_torch = _states()
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = [bytes(state.numpy()) for state in (of_torch, *on_devices)]
@@ -107,15 +91,7 @@ def generators() -> tuple[Any, ...]:
 
 
 def drawn_from(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
-    """The generators whose states differ, by the module that draws from them.
-
-    Examples:
-        >>> with isolated(0):
-        ...     before = generators()
-        ...     _ = np.random.rand()
-        ...     drawn_from(before, generators())
-        ['numpy.random']
-    """
+    """The generators whose states differ, by the module that draws from them."""
     parts = {"torch": slice(6, None), "numpy.random": slice(1, 6), "random": slice(0, 1)}
     return [name for name, part in parts.items() if before[part] != after[part]]
 

@@ -22,25 +22,15 @@ Sites = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one program on a batch `[context, episode, particle]`.
-
-    Attributes:
-        model: The model whose program is called.
-        program: Name of the method.
-        state: Its first argument, or None for `initial`.
-        action: `[1, episode or 1, 1]`, or None.
-        context: `[C, 1, 1]`.
-        shape: The batch, S.
-        when: On which occasion, in words that can end a sentence: " for action 'left'".
-    """
+    """One call of one program on a batch `[context, episode, particle]`."""
 
     model: CPOMDP
     program: str
-    state: Any
-    action: Tensor | None
-    context: Tensor
+    state: Any  # None for `initial`
+    action: Tensor | None  # [1, episode or 1, 1]
+    context: Tensor  # [C, 1, 1]
     shape: tuple[int, int, int]
-    when: str = ""
+    when: str = ""  # in words that can end a sentence: " for action 'left'"
 
     def arguments(self) -> tuple[Any, ...]:
         """Copies of the arguments, which a program may spoil."""

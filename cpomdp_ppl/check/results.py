@@ -53,11 +53,7 @@ def check_site(call: Call, name: str, site: Any, faults: Faults) -> bool:
 def checked_state(call: Call, state: Any, template: Any, faults: Faults) -> Any:
     """The state that a call returned, broadcast to the batch, or None if it is not one.
 
-    Args:
-        call: The call.
-        state: What it returned.
-        template: A state of a single episode, as `initial` returns it.
-        faults: Takes what is wrong.
+    `template` is a state of a single episode, as `initial` returns it.
     """
     if structure(state) != structure(template):
         names, expected = [name for name, _ in leaves(state)], [name for name, _ in leaves(template)]

@@ -25,11 +25,7 @@ NORMAL_QUANTILE = 2.576
 
 
 def plot(calibration: Calibration) -> Figure:
-    """The reliability diagram of the contexts, then rank histograms of every state and observation.
-
-    Args:
-        calibration: What was found.
-    """
+    """The reliability diagram of the contexts, then rank histograms of every state and observation."""
     ranks_by_name = {name: ranks for name, ranks in calibration.quantities.items() if name != "contexts"}
     figure, axes = panels(1 + len(ranks_by_name), 3.4, 3.3)
     failing = calibration.failing
@@ -108,10 +104,6 @@ def _title(axis: Axes, name: str, n: int, p: float) -> None:
 
 def uniform_band(n: int, bins: int) -> tuple[float, float]:
     """Between which counts all bars of a uniform histogram lie, with probability `BAND` or more.
-
-    Args:
-        n: How many numbers there are.
-        bins: How many bars.
 
     Examples:
         >>> low, high = uniform_band(1600, 16)

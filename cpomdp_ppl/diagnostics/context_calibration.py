@@ -175,17 +175,10 @@ def calibrate_contexts(
 
 
 def _scores_of_true_and_drawn(p: Tensor, c: Tensor) -> Tensor:
-    """Scores of contexts, summed over episodes: of the true ones, then of draws from posteriors.
+    """Scores summed over episodes, `[1 + REPLICATES, 1 + C]`: of true contexts `[B]`, then of draws.
 
     Score 0 is half of what the Brier score falls short of its expectation; the others count how often each
-    context comes, less how often it should. All have mean 0 under the posteriors.
-
-    Args:
-        p: The posteriors, `[B, C]`.
-        c: The true contexts, `[B]`.
-
-    Returns:
-        `[1 + REPLICATES, 1 + C]`.
+    context comes, less how often it should. All have mean 0 under the posteriors `[B, C]`.
     """
     B, C = p.shape
     brier = p - p.square().sum(1, keepdim=True)  # [B, C]

@@ -30,12 +30,9 @@ class Table:
         self.arrays: dict[str, tuple[tuple[str, ...], np.ndarray[Any, Any]]] = {}
 
     def put(self, series: Mapping[str, tuple[str, Tensor]], chain: int, start: int) -> None:
-        """Write what is known of some episodes in one chain.
+        """Write some episodes, from `start` on, of one chain.
 
-        Args:
-            series: By name, dims separated by blanks, and values; axes without a name get `<name>_dim_<k>`.
-            chain: Which chain it is.
-            start: The first of the episodes.
+        `series` has dims, separated by blanks, and values by name; further axes get `<name>_dim_<k>`.
         """
         for name, (dims, values) in series.items():
             named, found = dims.split(), values.cpu().numpy()

@@ -56,15 +56,10 @@ FILTER, AFTER, BEFORE, NOISE, WORLD = range(5)
 
 @dataclass(frozen=True)
 class _Joint:
-    """Joint draws of what is hidden in B episodes.
+    """Joint draws of what is hidden in B episodes."""
 
-    Attributes:
-        context: int64 `[M, B]`.
-        state: Leaves `[M, B, T + 1, …]`.
-    """
-
-    context: Tensor
-    state: State
+    context: Tensor  # int64 [M, B]
+    state: State  # leaves [M, B, T + 1, …]
 
     def __len__(self) -> int:
         return self.context.shape[1]

@@ -127,12 +127,7 @@ def to_inference_data(
 
 
 def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> InferenceData | xr.DataTree:
-    """Datasets by group as what the installed ArviZ works with.
-
-    Args:
-        groups: The datasets, among them `posterior`, whose attributes the result gets.
-        datatree: Whether to make a `DataTree`; left out, if ArviZ works with those: from 1.0 on.
-    """
+    """Datasets by group as what the installed ArviZ works with: a `DataTree`, from 1.0 on."""
     with warnings.catch_warnings():
         # Once a day, ArviZ 0.23 warns whoever imports it that a 1.0 is out; both will do here.
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)

@@ -262,11 +262,7 @@ def plot_agreement(
 
 
 def evidence_so_far(stats: xr.Dataset) -> xr.DataArray:
-    """`log p(o_{0:t})`, contexts summed out, `[chain, episode, time]`.
-
-    Args:
-        stats: The group `sample_stats`.
-    """
+    """`log p(o_{0:t})` from the group `sample_stats`, contexts summed out, `[chain, episode, time]`."""
     dims = ("chain", "episode", "time", "context")
     increments = stats["increment"].transpose(*dims).values
     with np.errstate(divide="ignore"):  # a context may have no probability at all

@@ -45,19 +45,9 @@ def rank_episodes(
 ) -> tuple[Tensor, dict[Component, Tensor]]:
     """Filter episodes, and rank what was so among draws from what was believed, at times drawn at random.
 
-    To be called inside `inference_scope`.
-
-    Args:
-        backend: The filter.
-        model: The model that it goes by.
-        episodes: What was done and seen, and what was true.
-        prior: Prior over contexts, `[C]`.
-        num_draws: How many draws M the truth is ranked among.
-        progress: Whether to show a progress bar, by chunks of episodes.
-
-    Returns:
-        The posterior over contexts at the end, `[B, C]`, and normalised ranks `[B, K]` of the K numbers of
-        every state leaf and observation site; NaN for those that no time was found for.
+    To be called inside `inference_scope`. Returns the posterior over contexts at the end, `[B, C]`, and
+    normalised ranks `[B, K]` of the K numbers of every state leaf and observation site; NaN for those that no
+    time was found for.
     """
     recursion = backend.recursion(model)
     require_same_sites(recursion, episodes)
@@ -83,18 +73,7 @@ def rank_episodes(
 
 
 class _Chunk:
-    """Some of the episodes, and the filter at work on them.
-
-    Args:
-        backend: The filter.
-        recursion: The filter at work.
-        programs: The programs of the filter's model, to draw what is seen next.
-        episodes: What was done and seen, and what was true.
-        times: When each component is ranked, `[B, K]`.
-        num_draws: How many draws M the truth is ranked among.
-        prior: Prior over contexts, `[C]`.
-        offset: Number of the first episode, for messages.
-    """
+    """Some of the episodes, from number `offset` on, and the filter at work on them."""
 
     def __init__(
         self,
@@ -121,11 +100,7 @@ class _Chunk:
         }
 
     def run(self) -> tuple[Tensor, dict[Component, Tensor]]:
-        """Filter the episodes, and rank each component at its time.
-
-        Returns:
-            The posterior at the end, `[B, C]`, and normalised ranks `[B, K]`, NaN where there was no time.
-        """
+        """Filter, and rank each component at its time: as `rank_episodes` returns it."""
         prior = self.prior.double().expand(len(self.episodes), -1)
         persistent = Persistent(self.backend, self.recursion, prior)
         for step in scan(persistent, self.episodes, self.offset, allow_lost=True):  # it would have raised
@@ -209,15 +184,12 @@ def _times(signature: Signature, episodes: Episodes) -> dict[Component, Tensor]:
 
 
 def observed_times(observed: Tensor) -> Tensor:
-    """For each episode and component, a time at which it was seen, `[B, K]`; -1 if there is none.
+    """For each episode and component of flags `[B, T, K]`, a time at which it was seen, `[B, K]`; or -1.
 
     A time drawn from all at which an episode saw something would be biased: an agent that looks until it
     sees what it likes has few looks where the first is to its liking, each of which would be drawn more
     often. Whether to take a look must not depend on what it shows, nor on what comes after. So an episode
     takes its first look at or after a time at which the *next* episode looked; the last takes its first.
-
-    Args:
-        observed: When it was seen, bool `[B, T, K]`.
     """
     B, T, K = observed.shape
     lots = torch.rand(B, T, 1, device=observed.device).expand(-1, -1, K)

@@ -84,17 +84,11 @@ def histogram(values: Tensor, bins: int) -> Tensor:
 def normalised_ranks(truth: Tensor, draws: Tensor, possible: Tensor | None = None) -> Tensor:
     """Where the truth `[B, K]` comes among draws `[B, M, K]`, as a number in [0, 1), `[B, K]`.
 
-    Args:
-        truth: What was so.
-        draws: What was believed. Those that equal the truth are tied with it; where all draws are the same
-            up to rounding, up to rounding.
-        possible: Which of the draws count, bool `[B, M, K]`; all of them, if left out.
+    It is `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw. Draws
+    that equal the truth are tied with it; where all draws are the same up to rounding, up to rounding. Only
+    `possible` draws count; the rank is NaN where there are none.
 
-    Returns:
-        `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw. NaN where
-        no draw counts.
-
-    Examples:
+    Example:
         >>> from cpomdp_ppl.rng import isolated
         >>> with isolated(0):
         ...     rank = normalised_ranks(torch.tensor([[2.5]]), torch.arange(4.0).reshape(1, 4, 1))

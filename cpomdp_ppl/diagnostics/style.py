@@ -34,12 +34,7 @@ def panels(
 ) -> tuple[Figure, np.ndarray[Any, Any]]:
     """A figure with so many panels in rows, and their axes; those left over in the last row are not drawn.
 
-    Args:
-        number: How many panels.
-        width: Width of a panel, in inches.
-        height: Height of a panel, in inches.
-        least: The least width of the figure.
-        sharey: Whether all have the same vertical axis.
+    Lengths are in inches: those of a panel, and the `least` width of the figure.
     """
     from matplotlib.figure import Figure
 

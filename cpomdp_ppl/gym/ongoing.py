@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 
 class OngoingEpisodes:
-    """B episodes that have begun, and wait for actions.
-
-    Attributes:
-        contexts: The true contexts, int64 `[B]`.
-        state: The true states, leaves `[B, …]`.
-        percept: What the agents learned last.
-        time: How many steps are over; None before the first episode.
-    """
+    """B episodes that have begun, and wait for actions."""
 
     def __init__(
         self,
@@ -51,7 +44,7 @@ class OngoingEpisodes:
         self._given = None if prior is None else as_prior(prior, model.num_contexts, self.B)
         self._backend = None if likelihood is None else as_backend(likelihood)
         self._filter: OnlineFilter | None = None
-        self.time: int | None = None
+        self.time: int | None = None  # before the first episode
         # A trial, so that what is wrong with the model, or with the filter for it, shows here.
         self.start(np.random.default_rng(0), None)
         self.time = None
