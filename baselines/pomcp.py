@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from baselines.binning import UNSEEN, Binning
-from baselines.lockstep import LockStep, Rollout, Rows
 from baselines.pomdp_py_adapter import (
     Choices,
+    LockStep,
     PlannerPOMCP,
     PlannerPOUCT,
+    Rollout,
+    Rows,
     agent,
     most_visited,
     particles,

@@ -11,8 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
 from cpomdp_ppl import Episodes, ModelError, Percept, simulate
-from cpomdp_ppl.gym import CPOMDPEnv, CPOMDPVectorEnv, SpaceEncoding
-from cpomdp_ppl.gym.encoding import LARGEST
+from cpomdp_ppl.gym import LARGEST, CPOMDPEnv, CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.inference import GridFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions

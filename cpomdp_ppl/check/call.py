@@ -1,8 +1,8 @@
-"""One call of one of a model's programs on a small batch."""
+"""One call of one of a model's programs on a small batch, and the faults that calls bring to light."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cpomdp_ppl.model import CPOMDP
+
+
+@dataclass
+class Faults:
+    """The faults found so far, at most one of a kind for each program."""
+
+    found: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def report(self, program: str, kind: str, sentence: str) -> None:
+        """Add a fault, unless one of this kind is known already."""
+        self.found.setdefault((program, kind), f"{program}: {sentence}")
+
+    def has(self, program: str) -> bool:
+        """Whether anything is wrong with a program."""
+        return any(name == program for name, _ in self.found)
+
+
+def first_line(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
 
 Sites = dict[str, Any]
 """Pyro's messages of the sample sites that a program visited, by name."""

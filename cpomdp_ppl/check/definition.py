@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.arrays import are_probabilities
-from cpomdp_ppl.check.faults import first_line
+from cpomdp_ppl.check.call import first_line
 from cpomdp_ppl.errors import as_integer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from cpomdp_ppl.check.faults import Faults, first_line
+from cpomdp_ppl.check.call import Faults, first_line
 from cpomdp_ppl.handlers import mask_of
 from cpomdp_ppl.state import leaves, map_state, structure
 

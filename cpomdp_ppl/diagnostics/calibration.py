@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpomdp_ppl.diagnostics.context_calibration import ContextCalibration, calibrate_contexts
-from cpomdp_ppl.diagnostics.ranked_episodes import rank_episodes
-from cpomdp_ppl.diagnostics.ranks import LEVEL, Ranks
+from cpomdp_ppl.diagnostics.ranks import LEVEL, Ranks, rank_episodes
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.choice import backend_for

@@ -6,6 +6,7 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xarray as xr
 
 from cpomdp_ppl.diagnostics.export import Export
@@ -112,34 +113,30 @@ def to_inference_data(
         >>> data.posterior["is_context"].mean(("chain", "draw")).dims
         ('episode', 'context')
     """
-    return wrapped(
-        inference_groups(
-            model,
-            episodes,
-            likelihood,
-            chains=chains,
-            draws=draws,
-            prior=prior,
-            seed=seed,
-            progress=progress,
-        )
+    groups = inference_groups(
+        model, episodes, likelihood, chains=chains, draws=draws, prior=prior, seed=seed, progress=progress
     )
+    return wrapped(groups)
 
 
 def wrapped(groups: Mapping[str, xr.Dataset], datatree: bool | None = None) -> InferenceData | xr.DataTree:
     """Datasets by group as what the installed ArviZ works with: a `DataTree`, from 1.0 on."""
-    with warnings.catch_warnings():
-        # Once a day, ArviZ 0.23 warns whoever imports it that a 1.0 is out; both will do here.
-        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
-        import arviz as az
-
+    az = _arviz()
     attributes = groups["posterior"].attrs
     if datatree is None:
         datatree = getattr(az, "InferenceData", xr.DataTree) is xr.DataTree  # 1.x keeps the name for that
     if datatree:
         return xr.DataTree.from_dict({"/": xr.Dataset(attrs=attributes), **groups})
-    datasets: dict[str, Any] = dict(groups)
-    return az.InferenceData(attrs=attributes, **datasets)
+    data: InferenceData = az.InferenceData(attrs=attributes, **groups)
+    return data
+
+
+def _arviz() -> Any:
+    """ArviZ; once a day, 0.23 warns whoever imports it that a 1.0 is out, but both will do here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
+        import arviz
+    return arviz
 
 
 def inference_groups(
@@ -186,3 +183,62 @@ def _version() -> str:
         return version("cpomdp-ppl")
     except PackageNotFoundError:  # run from a checkout
         return "unknown"
+
+
+CONTEXT = ("context_index", "is_context")
+"""The variables of a posterior that are not components of the state."""
+
+MIN_DRAWS = 4
+"""Draws below which ArviZ has no R-hat of anything."""
+
+
+def state_variables(posterior: Any) -> list[str]:
+    """The variables that hold the state: `state`, or the components of a dict."""
+    return [str(name) for name in posterior.data_vars if name not in CONTEXT]
+
+
+def summary(data: Any, var_names: str | Sequence[str] | None = None, **options: Any) -> Any:
+    """`az.summary`, which knows what a state is, and that chains which all say the same agree.
+
+    The name `"state"` stands for all components of a state that is a dict. Of what never varies (a context
+    that is sure, a state that is known) ArviZ has neither R-hat nor an error of the standard deviation, and
+    says so with NaN and numerical warnings. Draws are independent here, and ArviZ counts them as such; so
+    R-hat is given as 1, its value however little they vary, and that error as 0. With one chain there is no
+    R-hat.
+
+    Args:
+        data: What `to_inference_data` returned.
+        var_names: Variables of the posterior; all, if left out.
+        **options: Others of `az.summary`: `coords={"time": [12]}`, `round_to=3`, `kind="diagnostics"`.
+
+    Returns:
+        A pandas `DataFrame`, as ArviZ makes it.
+
+    Raises:
+        ValueError: If a variable is not in the posterior, saying what is.
+
+    Examples:
+        >>> from cpomdp_ppl import RandomPolicy, simulate
+        >>> from cpomdp_ppl.diagnostics import to_inference_data
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark(horizon=2)
+        >>> episodes = simulate(model, RandomPolicy(3), 1, seed=0)
+        >>> data = to_inference_data(model, episodes, chains=2, draws=10, seed=0)
+        >>> list(summary(data, "state", coords={"time": [2]}, kind="diagnostics").index)
+        ['state[0, 2]']
+    """
+    posterior = data["posterior"]
+    known = [str(name) for name in posterior.data_vars]
+    names = [var_names] if isinstance(var_names, str) else var_names
+    if names is not None:
+        parts = {"state": state_variables(posterior)} if "state" not in known else {}
+        names = [part for name in names for part in parts.get(name, [name])]
+        for name in names:
+            require(name in known, "var_names", name, f"variables out of {known}, or 'state'")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        table = _arviz().summary(data, var_names=names, **options)
+    if posterior.sizes["chain"] > 1 and posterior.sizes["draw"] >= MIN_DRAWS:
+        for column, value in {"r_hat": 1.0, "mcse_sd": 0.0}.items():
+            if column in table:
+                table[column] = [value if str(x).lower() == "nan" else x for x in table[column]]
+    return table

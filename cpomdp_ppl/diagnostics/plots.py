@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from cpomdp_ppl.diagnostics.inference_data import state_variables
 from cpomdp_ppl.diagnostics.style import (
     BLUE,
     COLUMNS,
@@ -110,7 +111,7 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
     """
     posterior = _group(data, "posterior", "is_context")
     (b,) = _episodes(posterior, [episode], "episode")
-    names = [str(name) for name in posterior.data_vars if name not in ("context_index", "is_context")]
+    names = state_variables(posterior)
     shown = [(name, where) for name in names for where in np.ndindex(*posterior[name].shape[4:])]
     site = _seen_as_a_state(data, [posterior[name] for name in names])
     figure, axes = panels(len(shown), 3.6, 2.8, least=5.4)

@@ -12,7 +12,7 @@ import xarray as xr
 from torch import Tensor
 from tqdm import tqdm
 
-from cpomdp_ppl.diagnostics.datasets import variable
+from cpomdp_ppl.diagnostics.export import variable
 from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count, require_number
 from cpomdp_ppl.experiments.execute import one_thread, require_workers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.context import entropy
-from cpomdp_ppl.diagnostics.datasets import dataset_of, further_dims, with_nan
+from cpomdp_ppl.diagnostics.export import dataset_of, further_dims, with_nan
 from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.inference.filtering import log_normalised

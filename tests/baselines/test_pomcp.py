@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from baselines.binning import UNSEEN, Binning
-from baselines.lockstep import LockStep, Rows
 from baselines.pomcp import POMCP, POUCT
 from baselines.pomdp_py_adapter import (
     Augmented,
     Choice,
     Choices,
+    LockStep,
     PlannerPOUCT,
+    Rows,
     SuccessorModel,
     Symbol,
     agent,

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from cpomdp_ppl import CPOMDP, RandomPolicy
-from cpomdp_ppl.diagnostics import Calibration, calibrate, calibrate_contexts, ranked_episodes
+from cpomdp_ppl.diagnostics import Calibration, calibrate, calibrate_contexts, ranks
 from cpomdp_ppl.diagnostics.calibration_plots import uniform_band
-from cpomdp_ppl.diagnostics.ranked_episodes import observed_times
-from cpomdp_ppl.diagnostics.ranks import Ranks, normalised_ranks
+from cpomdp_ppl.diagnostics.ranks import Ranks, normalised_ranks, observed_times
 from cpomdp_ppl.errors import ObservationError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
@@ -258,7 +257,7 @@ def test_when_to_look_does_not_depend_on_what_is_seen(monkeypatch):
         lots = torch.rand(observed.shape[:2])[..., None]
         return torch.where(observed, lots, -1.0).argmax(1)
 
-    monkeypatch.setattr(ranked_episodes, "observed_times", any_look)
+    monkeypatch.setattr(ranks, "observed_times", any_look)
     biased = calibrate(Blinking(), looks_until_it_likes, "ekf", 1500).observations["z"]
     assert biased.p_value < 1e-6
     assert biased.hint.startswith("too low")

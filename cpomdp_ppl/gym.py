@@ -3,28 +3,257 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
+from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.errors import invalid, require, require_count
-from cpomdp_ppl.gym.encoding import Array, Observation, SpaceEncoding
-from cpomdp_ppl.gym.ongoing import OngoingEpisodes
-from cpomdp_ppl.state import map_state
+from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.inference import as_backend
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.prior import as_prior
+from cpomdp_ppl.rollout import blind
+from cpomdp_ppl.signature import signature
+from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from cpomdp_ppl.inference import Backend
+    from cpomdp_ppl.inference import Backend, OnlineFilter
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+    from cpomdp_ppl.signature import ObservationSite
+
+__all__ = ["CPOMDPEnv", "CPOMDPVectorEnv", "SpaceEncoding"]
+
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Observation: TypeAlias = Array | dict[str, Any]
+"""A vector if `flat`, or arrays by name."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The bound of values that have none: Gymnasium takes an infinite one for a mistake."""
+
+
+class SpaceEncoding:
+    """What an agent learns in a step, and nothing else, as an element of a Gymnasium space.
+
+    By name, for every observation site its value (zero where it was not seen), and as `<site>_seen` whether
+    it was seen; `previous_action`, which is A before the first; and `time`, from 0 at the first step to 1
+    at the end. Values are `MultiBinary` where the program says that they are bits, `Discrete`
+    (`MultiDiscrete`) and counted from 0 where they are one of a few integers, and a `Box` otherwise. A single
+    number has an axis of length 1, unless it is `Discrete`: many a library cannot do with less.
+
+    If `flat`, all of this is one vector: the previous action, one-hot; the time; and for each site the flags
+    and the values, one-hot where they are `Discrete`, and zero throughout where nothing was seen.
+
+    Args:
+        model: The model whose percepts are encoded.
+        flat: Whether to make a single vector of it.
+
+    Attributes:
+        space: Where the observation of one episode lies.
+
+    Examples:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> sorted(SpaceEncoding(LineGrid()).space)
+        ['previous_action', 'side', 'side_seen', 'time']
+        >>> SpaceEncoding(LineGrid(), flat=True).space.shape
+        (7,)
+    """
+
+    def __init__(self, model: CPOMDP, *, flat: bool = False) -> None:
+        require_model(model)
+        self.num_actions = model.num_actions
+        self.horizon = model.horizon
+        self.flat = flat
+        self.sites = dict(signature(model).observations)
+        self.space: spaces.Space[Any] = self._vector_space() if flat else self._dict_space()
+
+    def encode(self, percept: Percept, time: int) -> Observation:
+        """Encode what B agents learned in the step that led to `time`, with B as the first axis."""
+        flags = {name: numpy_copy(percept.observed[name]) for name in self.sites}
+        values = {name: numpy_copy(percept.observations[name]) for name in self.sites}
+        B = len(next(iter(flags.values())))
+        action = np.full(B, self.num_actions) if percept.action is None else numpy_copy(percept.action)
+        at = np.full((B, 1), time / self.horizon, np.float32)
+        if self.flat:
+            return self._vector(action, at, flags, values)
+        encoded = {"previous_action": action, "time": at}
+        for name, site in self.sites.items():
+            encoded[name] = _value(site, values[name], flags[name])
+            encoded[f"{name}_seen"] = flags[name].reshape(B, *(site.plates or (1,))).astype(np.int8)
+        return encoded
+
+    def _dict_space(self) -> spaces.Dict:
+        parts: dict[str, spaces.Space[Any]] = {
+            "previous_action": spaces.Discrete(self.num_actions + 1),
+            "time": spaces.Box(0.0, 1.0, (1,), np.float32),
+        }
+        for name, site in self.sites.items():
+            both = {name: _value_space(site), f"{name}_seen": spaces.MultiBinary(site.plates or (1,))}
+            taken = sorted(both.keys() & parts.keys())
+            found = f"an observation site that makes {taken}"
+            require(not taken, "model", found, "sites of other names, or flat=True")
+            parts |= both
+        return spaces.Dict(parts)
+
+    def _vector_space(self) -> spaces.Box:
+        low, high = [np.zeros(self.num_actions + 2)], [np.ones(self.num_actions + 2)]
+        for site in self.sites.values():
+            width, bounded = _width(site), site.classes is not None
+            low += [np.zeros(site.plates.numel()), np.full(width, 0.0 if bounded else -LARGEST)]
+            high += [np.ones(site.plates.numel()), np.full(width, 1.0 if bounded else LARGEST)]
+        low_, high_ = (np.concatenate(bounds).astype(np.float32) for bounds in (low, high))
+        return spaces.Box(low_, high_, dtype=np.float32)
+
+    def _vector(
+        self, action: Array, at: Array, flags: Mapping[str, Array], values: Mapping[str, Array]
+    ) -> Array:
+        B = len(at)
+        parts = [np.eye(self.num_actions + 1, dtype=np.float32)[action], at]
+        for name, site in self.sites.items():
+            value, seen = _value(site, values[name], flags[name]), flags[name]
+            if _is_index(site):
+                _, n = site.classes or (0, 0)
+                one_hot = np.eye(n, dtype=np.float32)[value]  # [B, …, n]
+                value = one_hot * seen.reshape(seen.shape + (1,) * (one_hot.ndim - seen.ndim))
+            parts += [seen.reshape(B, -1), value.reshape(B, -1)]
+        return np.concatenate(parts, 1, dtype=np.float32)
+
+
+def _is_index(site: ObservationSite) -> bool:
+    """Whether values are one of a few integers; bits are numbers already."""
+    return site.classes not in (None, (0, 2))
+
+
+def _width(site: ObservationSite) -> int:
+    _, n = site.classes or (0, 1)
+    return site.shape.numel() * (n if _is_index(site) else 1)
+
+
+def _value_space(site: ObservationSite) -> spaces.Space[Any]:
+    classes = site.classes
+    if classes is None:
+        return spaces.Box(-LARGEST, LARGEST, site.shape or (1,), np.float32)
+    if not _is_index(site):
+        return spaces.MultiBinary(site.shape or (1,))
+    return (
+        spaces.MultiDiscrete(np.full(site.shape, classes[1])) if site.shape else spaces.Discrete(classes[1])
+    )
+
+
+def _value(site: ObservationSite, value: Array, seen: Array) -> Array:
+    """Values `[B, …]` as elements of the site's space."""
+    classes = site.classes
+    shape = (len(value), *(site.shape or (1,)))
+    if classes is None:  # float64 may lie beyond float32
+        return np.clip(value, -LARGEST, LARGEST).astype(np.float32).reshape(shape)
+    if not _is_index(site):
+        return value.astype(np.int8).reshape(shape)
+    from_zero = value.astype(np.int64) - classes[0]
+    return np.where(seen.reshape(seen.shape + (1,) * (value.ndim - seen.ndim)), from_zero, 0)
+
+
+def numpy_copy(tensor: Tensor) -> Array:
+    """A copy: what is handed out must not change with a program's tensors, nor they with it."""
+    return tensor.detach().cpu().numpy().copy()
+
+
+class OngoingEpisodes:
+    """B episodes that have begun, and wait for actions."""
+
+    def __init__(
+        self,
+        model: CPOMDP,
+        num_episodes: int,
+        prior: Sequence[float] | Tensor | None,
+        likelihood: str | Backend | None,
+    ) -> None:
+        require_model(model)
+        self.model = model
+        self.B = num_episodes
+        with inference_scope(model, 0):
+            self._programs = Generative(model)
+        self._given = None if prior is None else as_prior(prior, model.num_contexts, self.B)
+        self._backend = None if likelihood is None else as_backend(likelihood)
+        self._filter: OnlineFilter | None = None
+        self.time: int | None = None  # before the first episode
+        # A trial, so that what is wrong with the model, or with the filter for it, shows here.
+        self.start(np.random.default_rng(0), None)
+        self.time = None
+
+    def start(self, generator: np.random.Generator, contexts: Tensor | None) -> None:
+        """Begin all episodes, in the given contexts `[B]` or in those that are drawn."""
+        model, B = self.model, self.B
+        seed, filter_seed = (int(n) for n in generator.integers(2**32, size=2))  # with a filter and without
+        with inference_scope(model, seed):
+            prior = as_prior(model.prior(), model.num_contexts, B) if self._given is None else self._given
+            if contexts is None:
+                contexts = torch.multinomial(prior.expand(B, -1), 1).squeeze(1)
+            contexts = contexts.to(model.device)
+            state = self._programs.initial(contexts)
+            percept = blind(self._programs.signature, B, model.device)
+            if model.initial_observation:
+                percept = self._programs.observe(state, contexts)
+        self._require_finite(0, initial=state, observation=percept.observations)
+        self.contexts, self.state, self.percept, self.time = contexts, state, percept, 0
+        if self._backend is not None:
+            self._filter = self._backend.online(model, B, prior=prior, seed=filter_seed)
+            if model.initial_observation:
+                self._filter.observe(None, percept.observations, percept.observed)
+
+    def step(self, generator: np.random.Generator, actions: Tensor) -> Array:
+        """Take actions `[B]`; returns the rewards, float64 `[B]`."""
+        if self.time is None or self.time >= self.model.horizon:
+            over = "" if self.time is None else f"the episode is over after {self.time} steps; "
+            raise ResetNeeded(f"{over}call reset() before step()")
+        with inference_scope(self.model, int(generator.integers(2**32))):
+            step = self._programs.step(self.state, actions.to(self.model.device), self.contexts)
+        self._require_finite(self.time, reward={"reward": step.reward})
+        self._require_finite(self.time + 1, transition=step.state, observation=step.percept.observations)
+        if self._filter is not None:
+            self._filter.observe(step.percept.action, step.percept.observations, step.percept.observed)
+        self.state, self.percept, self.time = step.state, step.percept, self.time + 1
+        return numpy_copy(step.reward.double())
+
+    @property
+    def over(self) -> bool:
+        """Whether the episodes, which are all of the same length, have ended."""
+        return self.time == self.model.horizon
+
+    def info(self) -> dict[str, Any]:
+        """The truth, and the posterior of a filter if there is one, all with B as the first axis."""
+        contexts = numpy_copy(self.contexts)
+        info = {
+            "context": contexts,
+            "context_name": np.array(self.model.context_names, object)[contexts],
+            "state": map_state(numpy_copy, self.state),
+        }
+        if self._filter is not None:
+            info["posterior"] = numpy_copy(self._filter.posterior)  # [B, C]
+        return info
+
+    def _require_finite(self, time: int, **produced: Any) -> None:
+        """Raise if a program produced a number that is not finite."""
+        faults = [
+            f"{program}: '{name}' is not finite at time {time}"
+            for program, tensors in produced.items()
+            for name, tensor in leaves(tensors)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+        ]
+        if faults:
+            raise ModelError(type(self.model).__name__, faults)
 
 
 class CPOMDPEnv(gymnasium.Env[Any, Any]):
