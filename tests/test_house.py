@@ -242,7 +242,6 @@ SAME_NAME_SAME_MEANING = {
     "compare": "the command of the function",
     "evaluate": "the command of the function; and exact values of a policy on an enumerated model",
     "fit": "what learns a policy, of every algorithm that does; and the command",
-    "plot": "the figure of what the module is about",
     "run": "the command of the function",
     "simulate": "the command of the function",
     "sweep": "over any function; and over fits, by the same sweep",

@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
     """A file or directory does not hold what it should."""
 
 
-def write_atomic(path: str | os.PathLike[str], save: Callable[[Path], None]) -> None:
+def write_atomic(path: str | os.PathLike[str], save: Callable[[Path], object]) -> None:
     """Write a file completely or not at all: readers never see a part of it, even after a crash.
 
     Args:

@@ -27,10 +27,6 @@ class Statistics:
 
     Where several processes have a batch between them, `solvers.cids.group` takes the place of this class, and
     everything that is an average over the batch has to go through it.
-
-    Examples:
-        >>> Statistics().mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
-        tensor(3.)
     """
 
     def mean(self, values: Tensor) -> Tensor:
@@ -38,25 +34,14 @@ class Statistics:
         return values.mean()
 
     def spread(self, values: Tensor, axes: int | None = None) -> tuple[Tensor, Tensor]:
-        """Standard deviation (with divisor n) and mean over all episodes.
-
-        Args:
-            values: `[B, …]`.
-            axes: How many axes to reduce, counted from the first; all of them if left out.
-        """
+        """Standard deviation (with divisor n) and mean of `[B, …]` over the first so many axes, or all."""
         if axes is None:
             return values.std(correction=0), values.mean()
         spread, mean = torch.std_mean(values, tuple(range(axes)), correction=0)
         return spread, mean
 
     def average_gradients(self, losses: Tensor, weights: Sequence[nn.Parameter], num_episodes: int) -> Tensor:
-        """The losses of the batch; the gradients of the weights become those of the batch, too.
-
-        Args:
-            losses: Means over the episodes of this process, `[n]`.
-            weights: Parameters that hold the gradients of these losses.
-            num_episodes: How many episodes this process has.
-        """
+        """The losses of the batch, from means `[n]` over this process's episodes; so become the gradients."""
         return losses.detach()
 
     def own_seed(self, seed: int) -> int:

@@ -24,11 +24,6 @@ class Critic(nn.Module):
 
     Values are kept in units of their own spread, which is followed as it changes; the values themselves do
     not change when their units do.
-
-    Args:
-        size: Number of features H.
-        num_contexts: Number of contexts C.
-        num_states: How many numbers D a state has.
     """
 
     mean: Tensor
@@ -51,13 +46,9 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, statistics: Statistics = OWN) -> None:
-        """Move the units towards mean and spread of new targets, and keep all values as they are.
+        """Move the units towards mean and spread of new targets `[B, T]`, and keep all values as they are.
 
         The first targets that have any spread set the units; later ones move them a little.
-
-        Args:
-            targets: `[B, T]`.
-            statistics: Means over all episodes, if this process has only some of them.
         """
         mean, scale = self.mean.clone(), self.scale.clone()
         weight = UNITS_RATE if self.has_units else 1.0
@@ -71,13 +62,7 @@ class Critic(nn.Module):
 
 
 class Trunk(nn.Module):
-    """A network that reads the history for the critic, for policies that do not let it read theirs.
-
-    Args:
-        model: The CPOMDP whose percepts it reads.
-        hidden: Number of features H.
-        amortised: Whether it reads the prior as well.
-    """
+    """A network that reads the history for the critic, for policies that do not let it read theirs."""
 
     def __init__(self, model: CPOMDP, hidden: int, amortised: bool) -> None:
         super().__init__()

@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """What a policy decides along a batch of episodes, and what the critic says beside it.
-
-    Attributes:
-        batch: The episodes.
-        log_probs: `log π(a_t | h_t)` of the actions taken, `[B, T]`.
-        entropies: Entropy of `π(· | h_t)`, `[B, T]`.
-        values: The critic's estimate of the payoffs to come, `[B, T]`.
-        log_contexts: The critic's estimate of `log P(c | h_t)`, `[B, T, C]`.
-        states: The critic's estimate of `E[s_t | h_t]`, in units of its spread, `[B, T, D]`.
-    """
+    """What a policy decides along a batch of episodes, and what the critic says beside it."""
 
     batch: Batch
-    log_probs: Tensor
-    entropies: Tensor
-    values: Tensor
-    log_contexts: Tensor
-    states: Tensor
+    log_probs: Tensor  # log π(a_t | h_t) of the actions taken, [B, T]
+    entropies: Tensor  # of π(· | h_t), [B, T]
+    values: Tensor  # the critic's estimate of the payoffs to come, [B, T]
+    log_contexts: Tensor  # its estimate of log P(c | h_t), [B, T, C]
+    states: Tensor  # its estimate of E[s_t | h_t], in units of its spread, [B, T, D]
 
     def detached(self) -> Decisions:
         """The same without gradients."""
@@ -44,25 +35,15 @@ class Decisions:
 
 @dataclass(frozen=True, eq=False)
 class GradientStep:
-    """What one gradient step on a batch goes by.
+    """What one gradient step on a batch goes by."""
 
-    Attributes:
-        advantages: How much better each action did than expected, `[B, T]`.
-        size: Root mean square of the advantages over all episodes, a scalar.
-        states: The true states before each decision, in units of their spread over all episodes, `[B, T, D]`.
-        before: Decisions of the policy that played, without gradient.
-        now: Decisions of the policy as it is now.
-        critic: The critic, which knows the units of the values.
-        progress: How far the fit is, from 0 to 1.
-    """
-
-    advantages: Tensor
-    size: Tensor
-    states: Tensor
-    before: Decisions
-    now: Decisions
-    critic: Critic
-    progress: float
+    advantages: Tensor  # how much better each action did than expected, [B, T]
+    size: Tensor  # root mean square of the advantages over all episodes, a scalar
+    states: Tensor  # the true states before each decision, in units of their spread, [B, T, D]
+    before: Decisions  # of the policy that played, without gradient
+    now: Decisions  # of the policy as it is now
+    critic: Critic  # knows the units of the values
+    progress: float  # how far the fit is, from 0 to 1
 
     @staticmethod
     def first(advantages: Tensor, now: Decisions, critic: Critic, progress: float) -> GradientStep:

@@ -32,15 +32,10 @@ SHARD = 250
 
 @dataclass(frozen=True)
 class Shard:
-    """Successive episodes of a batch that are played with random numbers of their own.
+    """Successive episodes of a batch that are played with random numbers of their own."""
 
-    Attributes:
-        number: Its place among the shards of the batch, from 0.
-        rows: Its episodes.
-    """
-
-    number: int
-    rows: slice
+    number: int  # its place among the shards of the batch, from 0
+    rows: slice  # its episodes
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)
@@ -67,13 +62,7 @@ def split(batch_size: int) -> list[Shard]:
 
 @dataclass(frozen=True)
 class Experience:
-    """Plays episodes of a model and filters them, in shards that several processes can divide up.
-
-    Args:
-        model: The CPOMDP.
-        backend: Computes the likelihoods.
-        group: The processes that have each batch between them.
-    """
+    """Plays episodes of a model and filters them, in shards that a group of processes can divide up."""
 
     model: CPOMDP
     backend: Backend
@@ -90,34 +79,15 @@ class Experience:
         return split(batch_size)[::-1][size - 1 - rank :: size][::-1]
 
     def play(self, policy: Policy, contexts: Tensor, prior: Tensor, seed: int) -> Episodes:
-        """This process's episodes of a batch.
-
-        Args:
-            policy: The policy that plays.
-            contexts: The true contexts of the batch, `[B]`.
-            prior: What is believed beforehand, `[B, C]`.
-            seed: Seed of the batch.
-        """
-        parts = [
-            simulate(
-                self.model,
-                policy,
-                len(shard),
-                contexts=contexts[shard.rows],
-                prior=prior[shard.rows],
-                seed=shard.seed(seed),
-            )
-            for shard in self.shards(len(prior))
-        ]
+        """This process's episodes of a batch with true contexts `[B]`, priors `[B, C]` and a seed."""
+        parts = []
+        for shard in self.shards(len(prior)):
+            settings = {"contexts": contexts[shard.rows], "prior": prior[shard.rows]}
+            parts.append(simulate(self.model, policy, len(shard), seed=shard.seed(seed), **settings))
         return parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
 
     def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:
-        """What the filter makes of this process's episodes.
-
-        Args:
-            episodes: Those that `play` returned.
-            prior: What is believed beforehand, of the batch, `[B, C]`.
-            seed: Seed of the batch.
+        """What the filter makes of this process's episodes of a batch with priors `[B, C]`.
 
         Raises:
             DegenerateWeightsError: If all particles of an episode died, in whichever process.

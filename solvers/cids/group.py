@@ -53,12 +53,6 @@ class ProcessGroup(SingleProcess):
 
     All of them make the same calls in the same order. One that fails closes its connections, and so ends the
     others as well; see `process_group`.
-
-    Args:
-        device: Where the tensors of the model are.
-
-    Raises:
-        ValueError: If the group's backend does not serve that device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,10 +146,7 @@ def process_group(device: torch.device) -> Iterator[SingleProcess]:
     """All processes of the default group of `torch.distributed`, if there is one; otherwise this one.
 
     An error inside it, Ctrl-C included, ends it for the other processes as well: their next exchange raises a
-    `ProcessFailedError`.
-
-    Args:
-        device: Where the tensors of the model are.
+    `ProcessFailedError`. The device is where the tensors of the model are.
     """
     if _SINGLE.get() or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield SINGLE_PROCESS

@@ -72,30 +72,16 @@ class Phases:
 
 @dataclass
 class Learner:
-    """What a fit needs, and what it changes from iteration to iteration.
-
-    Args:
-        model: The CPOMDP.
-        policy: The policy to learn, a module.
-        experience: Plays and filters batches.
-        objective: What is maximised.
-        estimator: How its gradient is estimated.
-        priors: Draws what is believed about the context before each episode.
-        temperature: τ.
-        learning_rate: Step size of Adam.
-        iterations: How many there will be.
-        batch_size: Number of episodes in an iteration.
-        seed: Seed of all random numbers.
-    """
+    """What a fit needs, and what it changes from iteration to iteration."""
 
     model: CPOMDP
     policy: Any  # a Policy that is an nn.Module
-    experience: Experience
-    objective: Objective
-    estimator: Estimator
-    priors: PriorSampler
-    temperature: Schedule
-    learning_rate: Schedule
+    experience: Experience  # plays and filters batches
+    objective: Objective  # what is maximised
+    estimator: Estimator  # how its gradient is estimated
+    priors: PriorSampler  # draws what is believed about the context before each episode
+    temperature: Schedule  # τ
+    learning_rate: Schedule  # step size of Adam
     iterations: int
     batch_size: int
     seed: int
@@ -137,10 +123,7 @@ class Learner:
         return Mixed(self.policy, as_schedule("random_actions", self.estimator.random_actions)(self.progress))
 
     def iterate(self) -> dict[str, float]:
-        """Play a batch, filter it, and improve the policy on it.
-
-        Returns:
-            What was measured on the batch.
+        """Play a batch, filter it, improve the policy on it, and return what was measured.
 
         Raises:
             DivergedError: If a loss or a gradient is not finite.

@@ -28,11 +28,7 @@ class SequencePolicy(Policy, Protocol):
     """A policy that can also read complete episodes at once, which is much faster than step by step."""
 
     def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """What it would decide along episodes.
-
-        Args:
-            episodes: What was done and seen.
-            prior: The prior of each episode, `[B, C]`.
+        """What it would decide along episodes with priors `[B, C]`.
 
         Returns:
             Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
@@ -109,11 +105,9 @@ class LSTMPolicy(nn.Module):
     def _believed(self, prior: Tensor) -> Tensor:
         """What the network reads of the prior, `[B, C]`, or `[B, 0]` for nothing."""
         weight = self.logits.weight
-        return (
-            log_odds(prior.to(weight.device), weight.dtype)
-            if self.amortised
-            else weight.new_zeros(len(prior), 0)
-        )
+        if not self.amortised:
+            return weight.new_zeros(len(prior), 0)
+        return log_odds(prior.to(weight.device), weight.dtype)
 
     def agent(self, **settings: Any) -> Agent:
         """This policy at work, one episode at a time; see `Agent` for the settings."""
@@ -122,15 +116,10 @@ class LSTMPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class Mixed:
-    """A policy with a share of random actions.
+    """A policy with a share of random actions."""
 
-    Args:
-        policy: The policy that decides otherwise; its decisions must be distributions.
-        chance: Probability of a random action, with all actions equally likely.
-    """
-
-    policy: Policy
-    chance: float
+    policy: Policy  # whose decisions must be distributions
+    chance: float  # probability of a random action, with all actions equally likely
 
     def start(self, prior: Tensor) -> Any:
         """The policy's own memory."""
@@ -157,18 +146,10 @@ class Mixed:
 
 
 def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a policy would decide along episodes, with gradients.
-
-    Args:
-        policy: Any policy whose decisions are distributions.
-        episodes: What was done and seen.
-        prior: The prior of each episode, `[B, C]`.
+    """What a policy with priors `[B, C]` would decide along episodes, with gradients.
 
     Returns:
         Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
-
-    Raises:
-        ValueError: If the policy returns actions and not their probabilities.
     """
     if isinstance(policy, Mixed):
         logits, features = unroll(policy.policy, episodes, prior)
@@ -182,13 +163,9 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
     for t in range(T):
         decision, memory = policy.act(history, memory)
         series.append(_logits(decision))
-        history = history.extended(
-            Percept(
-                episodes.actions[:, t],
-                {site: value[:, t] for site, value in episodes.observations.items()},
-                {site: flags[:, t] for site, flags in episodes.observed.items()},
-            )
-        )
+        seen = {site: value[:, t] for site, value in episodes.observations.items()}
+        flags = {site: flag[:, t] for site, flag in episodes.observed.items()}
+        history = history.extended(Percept(episodes.actions[:, t], seen, flags))
     return torch.stack(series, 1), None
 
 
@@ -196,11 +173,6 @@ def evaluate_actions(
     policy: Policy, episodes: Episodes, prior: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The actions that were taken along episodes, in the eyes of a policy; with gradients.
-
-    Args:
-        policy: Any policy whose decisions are distributions.
-        episodes: What was done and seen.
-        prior: The prior of each episode, `[B, C]`.
 
     Returns:
         `log π(a_t | h_t)` `[B, T]`, the entropy of `π(· | h_t)` `[B, T]`, and features `[B, T, H]` for a

@@ -27,13 +27,9 @@ PriorLike: TypeAlias = "Sequence[float] | Tensor | str | PriorSampler | None"
 
 @dataclass(frozen=True)
 class OnePrior:
-    """The same prior for every episode.
+    """The same prior for every episode."""
 
-    Args:
-        prior: Probabilities of the C contexts.
-    """
-
-    prior: tuple[float, ...]
+    prior: tuple[float, ...]  # probabilities of the C contexts
 
     def __call__(self, num_episodes: int) -> Tensor:
         """The prior, `[B, C]`."""

@@ -27,31 +27,17 @@ REMEDY = 'more particles, ParticleFilter(guide="ekf"), or another backend'
 
 @dataclass
 class LikelihoodQuality:
-    """Follows how well the likelihoods tell contexts apart, and warns, once, when they do it poorly.
-
-    Args:
-        batch_size: Number of episodes in a batch.
-
-    Attributes:
-        lost: How many batches in a row had to be left out.
-        recent: For each of the latest batches, the gap between the two estimates of the information, its
-            squared standard error, and the effective number of particles.
-        warned: What has been warned of already.
-    """
+    """Follows how well the likelihoods tell contexts apart, and warns, once, when they do it poorly."""
 
     batch_size: int
-    lost: int = 0
+    lost: int = 0  # batches in a row that had to be left out
+    # Of the latest batches, the gap between the two estimates of the information, its squared standard error,
+    # and the effective number of particles.
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    warned: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)  # what has been warned of already
 
     def measure(self, batch: Batch, iteration: int, last: bool) -> dict[str, float]:
-        """Entropy of the last posterior in bits, and estimates of `I(C; Y)` in nats from both sides.
-
-        Args:
-            batch: The episodes.
-            iteration: Number of the iteration, from 1.
-            last: Whether the fit ends with it, and likelihoods are judged by as few batches as there were.
-        """
+        """Entropy of the last posterior in bits, and estimates of `I(C; Y)` in nats from both sides."""
         self.lost = 0
         left = entropy(batch.log_posterior[:, -1].exp())  # [B]
         upper = entropy(batch.prior) - left  # [B]
@@ -104,11 +90,8 @@ class LikelihoodQuality:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, as plain numbers and words."""
-        return {
-            "lost": self.lost,
-            "recent": [list(batch) for batch in self.recent],
-            "warned": sorted(self.warned),
-        }
+        recent = [list(batch) for batch in self.recent]
+        return {"lost": self.lost, "recent": recent, "warned": sorted(self.warned)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""

@@ -78,13 +78,7 @@ class Geometric:
 
 
 def as_schedule(argument: str, value: float | Schedule, *, positive: bool = False) -> Schedule:
-    """Return a schedule as it is, and a number as a constant one.
-
-    Args:
-        argument: Name of the argument, for messages.
-        value: A number, or a function of the progress.
-        positive: Whether zero is too little.
-    """
+    """Return a schedule as it is, and a number as a constant one; if `positive`, zero is too little."""
     expected = f"a {'positive' if positive else 'non-negative'} number, or a function of the progress"
     if callable(value):
         schedule: Schedule = value

@@ -30,28 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FitSettings:
-    """What decides a fit but for its policy and seed.
-
-    Attributes:
-        model: The CPOMDP.
-        backend: Computes the likelihoods.
-        objective: What is maximised.
-        estimator: How its gradient is estimated.
-        priors: Draws what is believed about the context before each episode.
-        prior: The prior that the policy is learned for, `[C]`; for an amortised policy, which serves many,
-            the model's.
-        temperature: τ.
-        learning_rate: Step size of Adam.
-        iterations: How many batches are played.
-        batch_size: Number of episodes in a batch.
-    """
+    """What decides a fit but for its policy and seed; see `Learner`."""
 
     model: CPOMDP
-    backend: Backend
+    backend: Backend  # computes the likelihoods
     objective: Objective
     estimator: Estimator
     priors: PriorSampler
-    prior: Tensor
+    prior: Tensor  # that the policy is learned for, [C]; if amortised, so that it serves many, the model's
     temperature: Schedule
     learning_rate: Schedule
     iterations: int

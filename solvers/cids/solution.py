@@ -35,6 +35,7 @@ from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
+from cpomdp_ppl.state import leaves
 from solvers.cids.policy import LSTMPolicy, as_learnable
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Policy
 
@@ -130,8 +132,6 @@ class Solution:
                 `default_backend` for the model.
             seed: Seed of the trajectories.
         """
-        from solvers.cids.plots import plot
-
         possible = self.prior.nonzero()[:, 0].tolist()
         contexts = [c for c in possible for _ in range(num_episodes)]
         episodes = simulate(
@@ -140,7 +140,7 @@ class Solution:
         other = None if seed is None else (seed + 1) % 2**32  # or the filter's noise would be the world's
         backend = backend_for(self.model, likelihood)
         filtering = filtered(backend, self.model, episodes, prior=self.prior, seed=other, moments=False)
-        return plot(self.model, self.history, episodes, filtering.posterior(self.prior))
+        return _plot(self.model, self.history, episodes, filtering.posterior(self.prior))
 
     def to_inference_data(self, num_episodes: int = 200, **settings: Any) -> InferenceData | xr.DataTree:
         """Play episodes, and export what is believed about them to ArviZ.
@@ -184,7 +184,7 @@ class Solution:
         }
         there = weights.exists()
         try:
-            write_atomic(weights, lambda file: _write(file, written))
+            write_atomic(weights, lambda file: file.write_bytes(written.getbuffer()))
             save_json(path / SETTINGS, content)  # from here on, the weights are these
         except BaseException:
             with suppress(OSError, CheckpointError):  # or the error itself would not be seen
@@ -328,10 +328,6 @@ def shape_of(policy: Any) -> dict[str, Any]:
     return {"hidden": policy.hidden if own else None, "amortised": policy.amortised if own else False}
 
 
-def _write(file: Path, content: io.BytesIO) -> None:
-    file.write_bytes(content.getbuffer())
-
-
 def _named(path: Path) -> Any:
     """The weights of the solution in a directory; None if there is no solution."""
     settings = path / SETTINGS
@@ -344,3 +340,43 @@ def _keep_one(path: Path) -> None:
     for file in path.iterdir():
         if WEIGHTS.fullmatch(file.name) and file.name != kept:
             file.unlink(missing_ok=True)
+
+
+def _plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Tensor) -> Figure:
+    """Convergence on top; below, by context, what the policy does and the posterior `[B, T + 1, C]`."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(3.2 * max(model.num_contexts, 3), 8.0), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[1, 2])[:, 0]
+    _plot_history(top.subplots(1, 3), history)
+
+    assert episodes.contexts is not None
+    shown = episodes.contexts.unique().tolist()
+    axes = bottom.subplots(2, len(shown), squeeze=False, sharey="row")
+    name, leaf = next(leaves(episodes.states))
+    states = leaf.reshape(*leaf.shape[:2], -1).double()  # [B, T + 1, n]: the first part, and a plane as one
+    for (above, below), c in zip(axes.T, shown, strict=True):
+        mine = (episodes.contexts == c).cpu()
+        for path in states[mine].cpu():
+            above.plot(*(path.T if path.shape[-1] == 2 else (path[:, 0],)), color=f"C{c}", alpha=0.5, lw=1)
+        above.set(title=model.context_names[c], xlabel=f"{name}[0]" if states.shape[-1] == 2 else "time")
+        for curve in posterior[mine, :, c].cpu():
+            below.plot(curve, color=f"C{c}", alpha=0.5, lw=1)
+        below.set(xlabel="time", ylim=(-0.03, 1.03))
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if states.shape[-1] != 2:
+            above.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0, 0].set_ylabel(f"{name}[1]" if states.shape[-1] == 2 else name)
+    axes[1, 0].set_ylabel("P(true context | history)")
+    return figure
+
+
+def _plot_history(axes: Any, history: xr.Dataset) -> None:
+    shown = {"return": "return", "entropy": "H(C|Y) in bits", "temperature": "temperature τ"}
+    for axis, (name, label) in zip(axes, shown.items(), strict=True):
+        if name in history:  # an interrupted fit may have none
+            axis.plot(history["iteration"], history[name], lw=0.8)
+        axis.set(title=label, xlabel="iteration")
+        axis.grid(alpha=0.3)
+    axes[1].set_ylim(bottom=0.0)

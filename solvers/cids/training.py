@@ -160,19 +160,12 @@ def fit(
     device = device if isinstance(device, torch.device) else torch.device("cpu")
     with process_group(device) as group, single_process():  # fits inside this one are not shared
         require_model(model)
-        settings = FitSettings.of(
-            model,
-            likelihood,
-            objective,
-            estimator,
-            prior,
-            temperature,
-            learning_rate,
-            iterations,
-            batch_size,
-        )
+        choices = (objective, estimator, prior, temperature, learning_rate, iterations, batch_size)
+        settings = FitSettings.of(model, likelihood, *choices)
         checkpoint_every = require_count("checkpoint_every", checkpoint_every)
-        _require_functions(callbacks, "a sequence of functions of iteration, measurements and policy")
+        proper = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
+        expected = "a sequence of functions of iteration, measurements and policy"
+        require(proper, "callbacks", callbacks, expected)
         _require_a_shard_each(settings.batch_size, group.size)
         first = group.rank == 0
         directory = made_directory("checkpoint", checkpoint) if checkpoint is not None and first else None
@@ -217,14 +210,7 @@ def _train(fitting: Fitting, every: int, callbacks: Sequence[Callback], shown: B
 
 
 class Fitting:
-    """A learner, what it has measured, and the best policy it has had.
-
-    Args:
-        learner: The learner at its start.
-        description: Everything that tells this fit from others.
-        prior: The prior that the policy is learned for, `[C]`.
-        directory: Where checkpoints are written; None for nowhere.
-    """
+    """A learner, what it has measured, and the best policy it has had, which checkpoints keep."""
 
     def __init__(
         self, learner: Learner, description: dict[str, Any], prior: Tensor, directory: Path | None
@@ -350,11 +336,6 @@ def _policy(policy: nn.Module | None, settings: FitSettings, seed: int) -> Any:
     if settings.amortised and not getattr(net, "amortised", True):
         raise invalid("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")
     return net
-
-
-def _require_functions(callbacks: Any, expected: str) -> None:
-    proper = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
-    require(proper, "callbacks", callbacks, expected)
 
 
 def _require_a_shard_each(batch_size: int, size: int) -> None:

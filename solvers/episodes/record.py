@@ -16,7 +16,7 @@ from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.rng import isolated
-from solvers.regret.optima import Optima, context_known_values
+from solvers.regret.values import Optima, context_known_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,7 @@ through all histories that a given policy can meet, if it draws no random number
 models, and say so of larger ones.
 """
 
-from solvers.exact.beliefs import TooManyBeliefsError
-from solvers.exact.endings import Endings
+from solvers.exact.beliefs import Endings, TooManyBeliefsError
 from solvers.exact.evaluation import MAX_HISTORIES, Assessment, TooManyHistoriesError, evaluate
 from solvers.exact.planning import Plan, plan
 

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from cpomdp_ppl.errors import invalid, require_count, require_model
 from cpomdp_ppl.policy import History, as_policy
 from cpomdp_ppl.rng import generators, isolated
-from solvers.exact.beliefs import condition, parts
-from solvers.exact.endings import Endings, information, last_step
+from solvers.exact.beliefs import Endings, condition, information, last_step, parts
 from solvers.exact.tables import finite
 
 if TYPE_CHECKING:

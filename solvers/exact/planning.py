@@ -10,8 +10,17 @@ import torch
 from tqdm import tqdm
 
 from cpomdp_ppl.errors import ObservationError, require_count, require_model, require_number
-from solvers.exact.beliefs import MAX_BELIEFS, parts, reachable
-from solvers.exact.endings import Endings, information, last_contexts, last_step, positive, xlogy
+from solvers.exact.beliefs import (
+    MAX_BELIEFS,
+    Endings,
+    information,
+    last_contexts,
+    last_step,
+    parts,
+    positive,
+    reachable,
+    xlogy,
+)
 from solvers.exact.tables import Finite, finite
 
 if TYPE_CHECKING:

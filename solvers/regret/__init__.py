@@ -4,8 +4,7 @@ from solvers.regret.bound import XI, Bound, estimate_eta, reward_bound, smallest
 from solvers.regret.decomposition import Decomposition, decompose
 from solvers.regret.exact import ExactRegret, TooManyPosteriorsError, exact_regret
 from solvers.regret.invariance import Gaps, Merge, merge_invariant_contexts, policy_gaps
-from solvers.regret.optima import Optima, context_known_values
-from solvers.regret.values import PolicyValues, policy_values
+from solvers.regret.values import Optima, PolicyValues, context_known_values, policy_values
 
 __all__ = [
     "XI",

@@ -32,12 +32,13 @@ from solvers.exact import MAX_HISTORIES
 from solvers.exact.beliefs import DECIMALS as EXACT_DECIMALS
 from solvers.exact.beliefs import MAX_BELIEFS
 from solvers.regret.bound import estimate_eta
-from solvers.regret.optima import Optima, context_known_values
 from solvers.regret.values import (
     DECIMALS,
     EPISODES_AT_ONCE,
+    Optima,
     PolicyValues,
     as_priors,
+    context_known_values,
     in_parts,
     merged,
     policy_values,

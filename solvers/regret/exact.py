@@ -22,7 +22,7 @@ from solvers.exact.beliefs import DECIMALS, MAX_BELIEFS
 from solvers.exact.tables import distinct_rows, row_keys
 from solvers.regret.bound import Bound, estimate_eta, reward_bound
 from solvers.regret.decomposition import NEGLIGIBLE_INFORMATION
-from solvers.regret.optima import context_known_values
+from solvers.regret.values import context_known_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from solvers.episodes.record import Run
     from solvers.regret.bound import Bound
-    from solvers.regret.optima import Optima
+    from solvers.regret.values import Optima
 
 SIZE = (6.2, 4.2)
 

@@ -15,8 +15,7 @@ from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves
 from solvers import cids, exact, regret
-from solvers.regret.invariance import Gaps, merge_invariant_contexts, policy_gaps
-from solvers.regret.restricted import Restricted
+from solvers.regret.invariance import Gaps, Restricted, merge_invariant_contexts, policy_gaps
 from tests.programs import Dice, EyesOpen, Learnable, Plates, Walk
 from tests.solvers import truth
 from tests.solvers.regret.guess import always

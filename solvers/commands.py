@@ -1,12 +1,15 @@
-"""`cpomdp fit`: learn a policy by C-IDS, in one process or in several that torchrun starts."""
+"""What the solvers add to the command line: `cpomdp fit` and `cpomdp run`."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
+import warnings
+from dataclasses import replace
 from shutil import rmtree
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,9 +27,15 @@ from cpomdp_ppl.cli.options import (
     probabilities,
     progress_of,
     shared_options,
+    target_options,
+    warn,
 )
-from cpomdp_ppl.cli.results import Results
-from cpomdp_ppl.experiments.run_files import CHECKPOINT, HISTORY, SOLUTION
+from cpomdp_ppl.cli.policies import Budget, Recipe
+from cpomdp_ppl.cli.results import Results, figure_files
+from cpomdp_ppl.cli.target import CommandTarget
+from cpomdp_ppl.evaluation import Mean
+from cpomdp_ppl.experiments.run_files import ALGORITHM1, CHECKPOINT, HISTORY, SOLUTION
+from cpomdp_ppl.inference.choice import backend_for
 from solvers import cids
 from solvers.cids.group import ProcessFailedError, joined, process_group
 from solvers.cids.objective import OBJECTIVES
@@ -35,9 +44,14 @@ from solvers.cids.training import WINDOW
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
+    from matplotlib.figure import Figure
+
     from cpomdp_ppl.experiments.run_folder import RunFolder
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Policy
     from solvers.cids.group import SingleProcess
     from solvers.cids.solution import Solution
+    from solvers.episodes.record import Run
 
 SETTINGS = (
     "likelihood",
@@ -96,12 +110,12 @@ def _fit(options: Namespace, group: SingleProcess) -> int:
             progress, every = progress_of(options), options.checkpoint_every
             solution = cids.fit(model, **settings, **place, progress=progress, checkpoint_every=every)
         except cids.Interrupted as interrupt:
-            _keep(folder, interrupt.solution)
+            _keep_fit(folder, interrupt.solution)
             raise Stopped(
                 f"{interrupt}; the best policy so far is in {folder.path / SOLUTION} (evaluate it with "
                 f"--unfinished); to go on from the last checkpoint: {_again(results, group)}"
             ) from None
-        _keep(folder, solution)
+        _keep_fit(folder, solution)
         results.draw({"solution": lambda: solution.plot(likelihood=options.likelihood)})
         results.finish()
     print(last(solution))
@@ -118,7 +132,7 @@ def _again(results: Results, group: SingleProcess) -> str:
     return results.again("torchrun", f"--nproc-per-node={here}", "-m", "cpomdp_ppl", folder="--folder")
 
 
-def _keep(folder: RunFolder, solution: Solution) -> None:
+def _keep_fit(folder: RunFolder, solution: Solution) -> None:
     solution.save(folder.path / SOLUTION)
     history = solution.history
     columns = {str(name): history[name].values.tolist() for name in ("iteration", *history.data_vars)}
@@ -135,7 +149,7 @@ def last(solution: Solution) -> str:
     return f"{iterations:,} iterations; over the last {end.sizes['iteration']}: {', '.join(words)}"
 
 
-def _options(parser: ArgumentParser) -> None:
+def _fit_options(parser: ArgumentParser) -> None:
     model_arguments(parser)
     shared_options(parser, likelihood=SUITABLE, seed=FRESH)
     parser.add_argument(
@@ -195,6 +209,150 @@ FIT = Command(
         "cpomdp fit my_model.py:Maze horizon=30 --iterations 400 --temperature 1 --prior 0.7,0.3",
         "cpomdp fit cpomdp_ppl.models:LightDark --prior dirichlet",
     ),
-    _options,
+    _fit_options,
     fit,
 )
+
+
+def run(options: Namespace) -> int:
+    """Meet the same unknown context episode after episode, and write down what was learned about it."""
+    target = CommandTarget.of(options)
+    names = target.model.context_names
+    if options.context is not None and options.context not in names:
+        raise CommandError(f"--context: expected one of {', '.join(names)}, got {options.context}")
+    backend = backend_for(target.model, options.likelihood)
+    settings = {
+        "context": options.context,
+        "num_episodes": options.num_episodes,
+        "num_runs": options.num_runs,
+        "likelihood": repr(backend),
+        "stop_at": options.stop_at,
+    }
+    outputs = (f"{ALGORITHM1}.csv", f"{ALGORITHM1}.nc", *figure_files([ALGORITHM1]))
+    results = target.results(options, "run", settings, outputs)
+    place = results.folder.path / ALGORITHM1
+    with results.kept(), warnings.catch_warnings():
+        policy = target.policy(options)
+        if options.num_episodes > 1 and not getattr(policy, "amortised", True):
+            warnings.filterwarnings("ignore", "solution: its policy acts alike")  # said here in other words
+            warn(
+                "the policy was learned for one prior, and acts alike whatever is found out; "
+                "one that was fitted with --prior dirichlet does not",
+            )
+        try:
+            done = cids.run(
+                target.model,
+                options.context,
+                options.num_episodes,
+                solution=policy,
+                prior=target.prior,
+                num_runs=options.num_runs,
+                likelihood=backend,
+                stop_at=options.stop_at,
+                seed=results.seed,
+                progress=progress_of(options),
+            )
+        except cids.RunInterrupted as interrupt:
+            if not interrupt.run.num_episodes:
+                raise
+            _keep_run(results, interrupt.run)
+            raise Stopped(
+                f"stopped after {interrupt.run.num_episodes:,} of {options.num_episodes:,} episodes, which "
+                f"are in {place}.csv; to begin again: {results.again()}"
+            ) from None
+        _keep_run(results, done)
+        results.draw({ALGORITHM1: lambda: picture(done)})
+        results.finish(**target.in_force, context="in proportion to the prior", stop_at="never")
+    print(table(done))
+    note(options, f"episodes: {place}.csv and .nc")
+    return OK
+
+
+def _keep_run(results: Results, done: Run) -> None:
+    folder = results.replace()
+    folder.write_table(f"{ALGORITHM1}.csv", episode_columns(done))
+    folder.write_data(f"{ALGORITHM1}.nc", done.to_inference_data(seed=results.seed))
+
+
+def episode_columns(done: Run) -> dict[str, list[Any]]:
+    """Columns with a row for each episode of each run: what was believed after it, and what it earned."""
+    R, K = done.returns.shape
+    names = done.model.context_names
+    true = [None] * R if done.contexts is None else [names[c] for c in done.contexts.tolist()]
+    after = done.posteriors[:, 1:]  # [R, K, C]
+    optima = done.model.context_known_return()
+    columns: dict[str, list[Any]] = {
+        "run": [r for r in range(R) for _ in range(K)],
+        "true_context": [true[r] for r in range(R) for _ in range(K)],
+        "episode": [*range(1, K + 1)] * R,
+        "played": done.played.flatten().tolist(),
+        "return": done.returns.flatten().tolist(),
+        "information_nats": done.information.flatten().tolist(),
+        "entropy_nats": done.entropy[:, 1:].flatten().tolist(),
+    }
+    if done.contexts is not None and optima is not None:
+        columns["regret"] = done.regret(optima).flatten().tolist()
+    return columns | {f"P({name})": after[..., c].flatten().tolist() for c, name in enumerate(names)}
+
+
+def picture(done: Run) -> Figure:
+    """A figure of regret if it is known in closed form, and else of returns: to compute it may take long."""
+    optima = done.model.context_known_return()
+    return replace(done, contexts=None).plot() if optima is None else done.plot(optima)
+
+
+def table(done: Run) -> str:
+    """Episode by episode, means over the runs that done."""
+    lines = [f"{'episode':>7}  {'runs':>5}  {'return':>20}  {'H(C|H) in bits':>14}"]
+    for k in range(done.num_episodes):
+        returns = done.returns[done.played[:, k], k]
+        bits = float(done.entropy[:, k + 1].mean()) / math.log(2)
+        earned = Mean.of(returns).with_error()
+        lines.append(f"{k + 1:>7}  {len(returns):>5,}  {earned:>20}  {bits:>14.4f}")
+    return "\n".join(lines)
+
+
+def _run_options(parser: ArgumentParser) -> None:
+    target_options(parser, num_episodes=10, likelihood=SUITABLE, seed=0)
+    parser.add_argument(
+        "--context", metavar="NAME", help="the true context (default: in proportion to the prior)"
+    )
+    parser.add_argument(
+        "--num-runs", type=count, default=1, help="number of runs side by side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stop-at",
+        "--settled",
+        type=positive,
+        metavar="P",
+        help="stop a run when a context is more likely than this (--settled is the former name)",
+    )
+
+
+RUN = Command(
+    "Meet the same unknown context episode after episode, and carry the posterior on (Algorithm 1).",
+    (
+        "cpomdp run runs/LightDark-fit-1 --num-episodes 20 --num-runs 100",
+        "cpomdp run cpomdp_ppl.models:LineGrid --policy likeliest --context 'detector left' --stop-at 0.99",
+    ),
+    _run_options,
+    run,
+)
+
+
+BATCH_SIZE = 200
+"""How many episodes an iteration of C-IDS plays, if it is compared with other policies."""
+
+
+def _cids(model: CPOMDP, budget: Budget) -> Policy:
+    iterations = max(1, budget.training_episodes // BATCH_SIZE)
+    solution = cids.fit(
+        model, iterations=iterations, batch_size=BATCH_SIZE, seed=budget.seed, progress=budget.progress
+    )
+    policy: Policy = solution.policy
+    return policy
+
+
+COMMANDS = {"fit": FIT, "run": RUN}
+POLICIES = {"cids": Recipe(_cids, learns=True)}
+SOLVERS = {"cids": cids.load}

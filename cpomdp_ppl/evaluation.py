@@ -1,13 +1,15 @@
-"""Playing policies in order to judge them: `evaluate` one, `compare` several on the same episodes."""
+"""How good a policy is: what it earns and finds out, of one policy or of several on the same episodes."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -16,8 +18,6 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import require, require_count, require_model
-from cpomdp_ppl.evaluation.mean import Mean
-from cpomdp_ppl.evaluation.outcome import Comparison, Evaluation, PerEpisode
 from cpomdp_ppl.experiments.execute import in_parallel, require_workers, stays_here
 from cpomdp_ppl.inference.choice import follow_by
 from cpomdp_ppl.policy import as_policy
@@ -44,22 +44,250 @@ PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
 
 
-class EvaluationSettings(TypedDict, total=False):
-    """Types of the keyword arguments that `evaluate` describes."""
+@dataclass(frozen=True)
+class Mean:
+    """An average over episodes.
 
-    likelihood: str | Backend | None
-    prior: Sequence[float] | Tensor | None
-    reveal_context: bool
-    batch_size: int
-    workers: int | None
-    progress: Progress
-    seed: int | None
+    Attributes:
+        mean: The average.
+        standard_error: Standard error of the average.
+        deviation: Standard deviation of a single episode.
+        num_episodes: How many episodes there were.
+    """
+
+    mean: float
+    standard_error: float
+    deviation: float
+    num_episodes: int
+
+    @staticmethod
+    def of(values: Tensor, strata: Tensor | None = None, weights: Tensor | None = None) -> Mean:
+        """Average numbers `[B]`.
+
+        The error of the mean is made up of the errors of the groups' means, each estimated from the spread
+        within its group. The number of a group of one is taken to be as uncertain as it is far from the plain
+        mean of all, which on average is too much rather than too little.
+
+        Args:
+            values: One number for each episode.
+            strata: Which of several groups each belongs to, `[B]`, if the groups' sizes were fixed
+                beforehand: what differs between groups is then no error of the mean.
+            weights: Weights of the episodes, `[B]`, the same within a group; equal if left out.
+        """
+        n, y = len(values), values.double()
+        if n == 1:
+            return Mean(float(y), math.nan, math.nan, 1)
+        w = torch.ones_like(y) if weights is None else weights.to(y)
+        mean = float((w * y).sum() / w.sum())
+        w = w / w.sum()
+        deviation = float((w * (y - mean) ** 2).sum() * n / (n - 1)) ** 0.5
+        if strata is None:
+            return Mean(mean, deviation * float((w**2).sum()) ** 0.5, deviation, n)
+        squares = 0.0
+        for stratum in strata.unique():
+            some = strata == stratum
+            m = int(some.sum())
+            # From the plain mean: one heavy episode is its own weighted mean, and would look certain.
+            variance = y[some].var() if m > 1 else (y[some] - y.mean()).square().sum() * n / (n - 1)
+            squares += float(w[some].sum() ** 2 * variance / m)
+        return Mean(mean, squares**0.5, deviation, n)
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> Mean:
+        """Read a mean from JSON, in which NaN is null."""
+        numbers: Any = {name: math.nan if value is None else value for name, value in content.items()}
+        return Mean(**numbers)
+
+    def __str__(self) -> str:
+        return f"{self.with_error()} (s.d. {decimal(self.deviation, 2)})"
+
+    def with_error(self, digits: int = 3) -> str:
+        """The average and its standard error, or a dash if a single episode cannot tell.
+
+        Examples:
+            >>> Mean.of(torch.tensor([1.0, 3.0])).with_error(), Mean.of(torch.tensor([1.0])).with_error(1)
+            ('2.000 ± 1.000', '1.0 ± –')
+        """
+        return f"{self.mean:.{digits}f} ± {decimal(self.standard_error, digits)}"
+
+
+def decimal(value: float, digits: int) -> str:
+    """A number with so many decimals, or a dash if it is NaN."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+@dataclass(frozen=True, eq=False)
+class PerEpisode:
+    """What single episodes came to, in the order in which they were played.
+
+    Evaluations of the same number of episodes, with the same seed, prior and `batch_size`, have the same
+    contexts, first states and noise in the same place, so their differences may be taken one by one.
+
+    Attributes:
+        contexts: The true contexts, int64 `[B]`.
+        weights: How much an episode counts, float64 `[B]`: `P(c) / n_c` in a context with n_c episodes.
+        returns: The returns, float64 `[B]`.
+        entropies: Entropies of the context posteriors at the end, in bits, float64 `[B]`.
+        identified: Whether the likeliest context at the end was the true one, bool `[B]`.
+        drawn: Whether contexts were drawn from the prior because there were more contexts than episodes; all
+            weights are `1 / B` then.
+    """
+
+    contexts: Tensor
+    weights: Tensor
+    returns: Tensor
+    entropies: Tensor
+    identified: Tensor
+    drawn: bool
+
+    def __repr__(self) -> str:
+        return f"PerEpisode(B={len(self.contexts)}, drawn={self.drawn})"
+
+    def mean(self, values: Tensor) -> Mean:
+        """Average numbers of the episodes, `[B]`, with contexts weighted by the prior.
+
+        If contexts were drawn, and all came out the same, nobody knows how much the others differ: there is
+        no standard error then.
+
+        Examples:
+            >>> from cpomdp_ppl import RandomPolicy, evaluate
+            >>> from cpomdp_ppl.models import LineGrid
+            >>> one, other = (evaluate(LineGrid(), RandomPolicy(3), 50).per_episode for _ in range(2))
+            >>> one.mean(one.returns - other.returns).mean
+            0.0
+        """
+        if not self.drawn:
+            return Mean.of(values, self.contexts, self.weights)
+        mean = Mean.of(values)
+        alike = bool((self.contexts == self.contexts[0]).all())
+        return replace(mean, standard_error=math.nan, deviation=math.nan) if alike else mean
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy earns and finds out; contexts count as much as the prior says.
+
+    Attributes:
+        returns: The return.
+        returns_by_context: The return in each context that was played, by name.
+        entropy: The entropy of the context posterior at the end, in bits: what is left to find out.
+        identified: How often the likeliest context at the end is the true one.
+        regret: How far the return is from that of an agent who knows the context, if the model knows that
+            (see `CPOMDP.context_known_return`).
+        seconds_per_decision: Time that the policy took for one action of one episode, in the batches that
+            were played.
+        likelihood: Name of the backend behind the posteriors.
+        identified_error: Standard error of `identified`.
+        informed_return: The return of an agent who knows the context and sees every state, where `regret` is
+            not known but this can be computed (see `cpomdp_ppl.bounds.informed_return`): nobody earns more.
+        unplayed: Prior probability of all contexts in which no episode was played, for want of episodes.
+        per_episode: The numbers of single episodes, of which the averages are made; None if the evaluation
+            was read from a file.
+    """
+
+    returns: Mean
+    returns_by_context: Mapping[str, Mean]
+    entropy: Mean
+    identified: float
+    regret: Mean | None
+    seconds_per_decision: float
+    likelihood: str
+    identified_error: float = math.nan
+    informed_return: float | None = None
+    unplayed: float = 0.0
+    per_episode: PerEpisode | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def regret_at_most(self) -> Mean | None:
+        """How far the return is from `informed_return`: an upper bound on regret, but for chance."""
+        if self.informed_return is None:
+            return None
+        return replace(self.returns, mean=self.informed_return - self.returns.mean)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, to be written as JSON: all but `per_episode`."""
+        content = asdict(replace(self, per_episode=None))
+        del content["per_episode"]
+        return content
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> Evaluation:
+        """Read what `as_dict` gave, also in earlier versions, and from JSON in which NaN is null."""
+        parts: dict[str, Any] = dict(content)
+        for name in ("returns", "entropy", "regret"):
+            parts[name] = None if parts[name] is None else Mean.from_dict(parts[name])
+        by_context = parts["returns_by_context"].items()
+        parts["returns_by_context"] = {name: Mean.from_dict(each) for name, each in by_context}
+        if parts.get("identified_error") is None:
+            parts["identified_error"] = math.nan
+        return Evaluation(**parts)
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in (*self.returns_by_context, "H(C|Y) in bits"))
+        lines = [("return", str(self.returns))]
+        lines += [(f"  {name}", str(mean)) for name, mean in self.returns_by_context.items()]
+        if self.unplayed > 0:
+            missing = f"contexts of probability {self.unplayed:.2g}, for want of episodes"
+            lines.append(("  not played", missing))
+        lines += [
+            ("H(C|Y) in bits", self.entropy.with_error(4)),
+            ("identified", f"{100 * self.identified:.1f} ± {decimal(100 * self.identified_error, 1)} %"),
+        ]
+        if self.regret is not None:
+            lines.append(("regret", self.regret.with_error()))
+        if self.informed_return is not None and self.regret_at_most is not None:
+            lines.append(("at most", f"{self.informed_return:.3f} can be earned (state and context known)"))
+            lines.append(("regret, at most", self.regret_at_most.with_error()))
+        return "\n".join(f"{name:<{width + 2}}  {value}" for name, value in lines)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several policies on the same episodes.
+
+    Attributes:
+        evaluations: The evaluations, by name of the policy.
+        training_seconds: How long a policy took to learn, by name, where that is known.
+    """
+
+    evaluations: Mapping[str, Evaluation]
+    training_seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """A Markdown table."""
+        head = ["policy", "episodes", "return ± s.e.", "s.d.", "H(C\\|Y) bits", "identified", "regret"]
+        head += ["ms a decision", "training, s"]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name, e in self.evaluations.items():
+            regret = "–" if e.regret_at_most is None else f"≤ {e.regret_at_most.mean:.2f}"
+            regret = regret if e.regret is None else f"{e.regret.mean:.2f}"
+            cells = [
+                name,
+                f"{e.returns.num_episodes:,}",
+                e.returns.with_error(),
+                decimal(e.returns.deviation, 2),
+                f"{e.entropy.mean:.3f}",
+                f"{100 * e.identified:.1f} %",
+                regret,
+                f"{1e3 * e.seconds_per_decision:.3g}",
+                f"{self.training_seconds[name]:.0f}" if name in self.training_seconds else "–",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        bounds = {e.informed_return for e in self.evaluations.values()} - {None}
+        if bounds:
+            most = " or ".join(f"{bound:.3f}" for bound in bounds)
+            note = f"≤: regret is at most this, as nobody earns more than {most}, told context and state."
+            lines += ["", note]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, to be written as JSON; see `Evaluation.as_dict`."""
+        evaluations = {name: evaluation.as_dict() for name, evaluation in self.evaluations.items()}
+        return {"evaluations": evaluations, "training_seconds": dict(self.training_seconds)}
 
 
 @overload
-def evaluate(
-    model: CPOMDP, policy: PolicyLike, num_episodes: int = ..., **settings: Unpack[EvaluationSettings]
-) -> Evaluation: ...
+def evaluate(model: CPOMDP, policy: PolicyLike, num_episodes: int = ..., **settings: Any) -> Evaluation: ...
 
 
 @overload
@@ -67,11 +295,11 @@ def evaluate(
     model: CPOMDP,
     policy: Mapping[str, PolicyLike],
     num_episodes: int | Mapping[str, int] = ...,
-    **settings: Unpack[EvaluationSettings],
+    **settings: Any,
 ) -> Comparison: ...
 
 
-def evaluate(
+def evaluate(  # type: ignore[misc]  # the overloads' settings are those that follow
     model: CPOMDP,
     policy: PolicyLike | Mapping[str, PolicyLike],
     num_episodes: int | Mapping[str, int] = 4000,
@@ -147,7 +375,7 @@ def compare(
     num_episodes: int | Mapping[str, int] = 4000,
     *,
     training_seconds: Mapping[str, float] | None = None,
-    **settings: Unpack[EvaluationSettings],
+    **settings: Any,
 ) -> Comparison:
     """Evaluate several policies on the same contexts, first states and noise, into one table.
 
@@ -212,17 +440,17 @@ class Judge:
         B = num_episodes
         root = np.random.SeedSequence(self.seed)
         contexts, weights = weighted_strata(self.prior, B, root.spawn(1)[0])
-        parts = -(-B // self.batch_size)
-        seeds = root.generate_state(3 * parts).reshape(parts, 3).tolist()
-        played = self._play(as_policy(policy), [(contexts[k::parts], seeds[k]) for k in range(parts)])
+        n = -(-B // self.batch_size)  # batches
+        seeds = root.generate_state(3 * n).reshape(n, 3).tolist()
+        played = self._play(as_policy(policy), [(contexts[k::n], seeds[k]) for k in range(n)])
         backend = " and ".join(sorted({part.backend for part in played}))
-        _warn_if_uncertain(float(_joined(played, "posterior_errors").mean()), backend)
-
-        c, posteriors = _joined(played, "contexts"), _joined(played, "posteriors")
+        tensors = zip(*(part[:4] for part in played), strict=True)
+        c, returns, posteriors, errors = (torch.cat(parts).cpu() for parts in tensors)
+        _warn_if_uncertain(float(errors.mean()), backend)
         each = PerEpisode(
             contexts=c,
-            weights=torch.cat([weights[k::parts] for k in range(parts)]).cpu(),
-            returns=_joined(played, "returns"),
+            weights=torch.cat([weights[k::n] for k in range(n)]).cpu(),
+            returns=returns,
             entropies=entropy(posteriors, "bits"),
             identified=posteriors.argmax(1) == c,
             drawn=int((self.prior > 0).sum()) > B,
@@ -309,32 +537,21 @@ def _play(
     )
 
 
-def _joined(played: Sequence[PlayedBatch], name: str) -> Tensor:
-    """One array of all batches, `[B, …]`."""
-    return torch.cat([getattr(part, name) for part in played]).cpu()
-
-
 def _warn_if_uncertain(error: float, likelihood: str) -> None:
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals["__name__"] == __name__:
+        frame, level = frame.f_back, level + 1  # up to whoever called `evaluate` or `compare`
     if error > UNCERTAIN_POSTERIOR:
         warnings.warn(
             f"probabilities of contexts by {likelihood} have standard errors of {error:.2f} on average: "
             "H(C|Y) and how often the context is identified rest on noise. Use a ParticleFilter with more "
             "particles as `likelihood`, or another backend",
-            stacklevel=4,
+            stacklevel=level,
         )
 
 
 class TimedPolicy:
-    """A policy that draws from a random stream of its own, and whose thinking is timed.
-
-    Args:
-        policy: The policy that decides.
-        seed: Seed of its random numbers.
-        progress: A bar that shows how many decisions have been taken, if there is one.
-
-    Attributes:
-        seconds: How long it has thought.
-    """
+    """A policy that draws from a random stream of its own, and whose `seconds` of thinking are counted."""
 
     def __init__(self, policy: Policy, seed: int, progress: Bar | None = None) -> None:
         self.policy = policy
