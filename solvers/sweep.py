@@ -104,28 +104,15 @@ def sweep(
 
 @dataclass(frozen=True)
 class FitAndEvaluate:
-    """A task for `cpomdp_ppl.experiments.sweep.sweep`: fit C-IDS, and evaluate its policy.
+    """A task for `cpomdp_ppl.experiments.sweep.sweep`: fit C-IDS, and evaluate its policy."""
 
-    Attributes:
-        num_episodes: Number of episodes to evaluate with.
-        evaluation_seed: Seed of those episodes.
-        settings: Settings of `cids.fit`, the same at all points.
-        fits: Folder of checkpoints, or None. It makes no difference to the outcome.
-    """
-
-    num_episodes: int
+    num_episodes: int  # to evaluate with
     evaluation_seed: int
-    settings: Mapping[str, Any]
-    fits: Path | None = field(default=None, compare=False)
+    settings: Mapping[str, Any]  # of `cids.fit`, the same at all points
+    fits: Path | None = field(default=None, compare=False)  # folder of checkpoints; no part of the outcome
 
     def __call__(self, model: CPOMDP, seed: int, **settings: Any) -> dict[str, float]:
-        """Outcomes of one fit, by name.
-
-        Args:
-            model: The CPOMDP.
-            seed: Seed of the fit.
-            settings: Further settings of `cids.fit`.
-        """
+        """Outcomes of one fit, by name."""
         place = None if self.fits is None else self.fits / self.place(model, seed, **settings)
         settings = copy.deepcopy({**self.settings, **settings})  # a policy is learned in place
         # Chosen here, for the fingerprint to tell: outcomes of code that would choose another are refused.
@@ -149,12 +136,7 @@ class FitAndEvaluate:
         return fingerprint([model, seed, {**self.settings, **settings}])
 
     def forget(self, axes: Mapping[str, Axis], but: Collection[tuple[Any, ...]] = ()) -> None:
-        """Remove the checkpoints of points whose outcomes are kept, and of no others.
-
-        Args:
-            axes: Axes of the sweep.
-            but: Labels of points that have no outcome.
-        """
+        """Remove the checkpoints of points whose outcomes are kept, all `but` those with these labels."""
         if self.fits is not None:
             product = Product.of(axes)
             pairs = zip(product.points, product.each(lambda value: value), strict=True)

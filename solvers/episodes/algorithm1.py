@@ -108,17 +108,8 @@ def algorithm1(
 ) -> Iterator[Run]:
     """Play the policy for the posterior, update the posterior by what was seen, and begin again.
 
-    Args:
-        world: Where R runs meet their contexts.
-        policy: The policy that acts.
-        backend: What computes the contexts' likelihoods.
-        recorder: What is believed and has come of it so far.
-        num_episodes: How many episodes K.
-        stop_at: A run stops when it holds a context more likely than this.
-        seed: Seed of all random numbers.
-
     Yields:
-        The run so far, after every episode.
+        The run so far, after every episode; it is over when all runs hold a context likelier than `stop_at`.
     """
     for k in range(num_episodes):
         believed = recorder.log_posterior.exp()  # [R, C]

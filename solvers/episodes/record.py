@@ -57,11 +57,9 @@ class Run:
 
     def __repr__(self) -> str:
         R, K = self.returns.shape
-        return (
-            f"Run(model={type(self.model).__name__}, R={R}, K={K}, "
-            f"mean return={float(self.returns.nanmean()):.4g}, "
-            f"H(C|H_K)={float(self.entropy[:, -1].mean()):.3g} nats)"
-        )
+        earned, left = float(self.returns.nanmean()), float(self.entropy[:, -1].mean())
+        what = f"model={type(self.model).__name__}, R={R}, K={K}"
+        return f"Run({what}, mean return={earned:.4g}, H(C|H_K)={left:.3g} nats)"
 
     @property
     def num_episodes(self) -> int:
@@ -216,23 +214,13 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class RunRecorder:
-    """A run as it goes.
-
-    Args:
-        model: The CPOMDP.
-        contexts: The true contexts, `[R]`, if known.
-        log_posterior: What is believed before the first episode, `[R, C]`.
-
-    Attributes:
-        log_posterior: What is believed now, `log P(C | H_k)`, float64 `[R, C]`.
-        outcomes: What came of every episode so far, with the runs that played it.
-    """
+    """A run as it goes, in true contexts `[R]`, if they are known, from log posteriors `[R, C]` on."""
 
     def __init__(self, model: CPOMDP, contexts: Tensor | None, log_posterior: Tensor) -> None:
         self.model, self.contexts = model, contexts
-        self.log_posterior = log_posterior
+        self.log_posterior = log_posterior  # what is believed now, log P(C | H_k)
         self.possible = log_posterior > -torch.inf
-        self.outcomes: list[tuple[Tensor, EpisodeOutcome]] = []
+        self.outcomes: list[tuple[Tensor, EpisodeOutcome]] = []  # of every episode, with the runs that played
         self._log_posteriors = [log_posterior]
 
     def update(self, rows: Tensor, outcome: EpisodeOutcome) -> None:

@@ -49,17 +49,11 @@ WorldLike: TypeAlias = "int | str | Sequence[Any] | Tensor | EnvironmentLike | N
 
 
 class EpisodeOutcome(NamedTuple):
-    """One episode of each of R runs.
+    """One episode of each of R runs."""
 
-    Attributes:
-        episodes: What was done and seen.
-        log_likelihood: `log p(o | a, c)` of it, float64 `[R, C]`.
-        returns: What it earned, float64 `[R]`; NaN where nobody said.
-    """
-
-    episodes: Episodes
-    log_likelihood: Tensor
-    returns: Tensor
+    episodes: Episodes  # what was done and seen
+    log_likelihood: Tensor  # log p(o | a, c) of it, float64 [R, C]
+    returns: Tensor  # what it earned, float64 [R]; NaN where nobody said
 
     @staticmethod
     def joined(parts: Sequence[EpisodeOutcome]) -> EpisodeOutcome:
@@ -84,15 +78,7 @@ class World(Protocol):
     def play(
         self, policy: Policy, backend: Backend, rows: Tensor, prior: Tensor, seed: int
     ) -> EpisodeOutcome:
-        """Play one more episode.
-
-        Args:
-            policy: The policy that acts.
-            backend: What computes the contexts' likelihoods.
-            rows: Which of the runs play, `[n]`.
-            prior: What every run believes beforehand, `[R, C]`.
-            seed: Seed of this episode.
-        """
+        """Play one more episode of the runs `rows [n]`, of which every one believes its prior, `[R, C]`."""
         ...
 
 
@@ -101,10 +87,6 @@ class Simulated:
     """The model's own simulator, all runs at once.
 
     The same seed means the same first states and noise in every run, whoever acts and whoever else plays.
-
-    Args:
-        model: The CPOMDP.
-        contexts: The true contexts, `[R]`.
     """
 
     model: CPOMDP
@@ -130,12 +112,7 @@ class Simulated:
 
 @dataclass(frozen=True, eq=False)
 class UserEnvironments:
-    """Environments that the user brings, one for each run, played one after the other.
-
-    Args:
-        model: What the agent believes of them.
-        environments: One for each run.
-    """
+    """Environments that the user brings, one for each run, played one after the other."""
 
     model: CPOMDP
     environments: tuple[EnvironmentLike, ...]
@@ -197,14 +174,7 @@ class UserEnvironments:
 
 
 def as_world(model: CPOMDP, environment: WorldLike, num_runs: int | None, contexts: Tensor) -> World:
-    """The world that `run` is asked to play in.
-
-    Args:
-        model: The CPOMDP.
-        environment: As for `cids.run`.
-        num_runs: How many runs; None leaves it to `environment`.
-        contexts: The contexts to take if `environment` is None, `[R]`.
-    """
+    """The world that `run` is asked to play in; the contexts `[R]` are for no environment."""
     names = model.context_names
     expected = (
         f"a context out of {list(names)}, an environment with `reset` and `step`, a function of an Agent, "
@@ -242,11 +212,9 @@ def _number(value: Any, expected: str) -> float:
 def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What an environment shows, by the model's sites, and which of it counts.
 
-    Args:
-        model: The CPOMDP.
-        observation: Values by site, as the model's program would sample them; `<site>_seen`, if it is there,
-            says which of them count, and whatever else there is is ignored. For a model with one site it may
-            be the bare value. What is None or NaN was not seen.
+    An observation has values by site, as the model's program would sample them; `<site>_seen`, if it is
+    there, says which of them count, and whatever else there is is ignored. For a model with one site it may
+    be the bare value. What is None or NaN was not seen.
     """
     sites = signature(model).observations
     if observation is None:

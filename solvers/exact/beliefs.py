@@ -36,15 +36,11 @@ class TooManyBeliefsError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """All beliefs of one time.
+    """All beliefs of one time."""
 
-    Attributes:
-        beliefs: `P(c, s | h)`, `[n, C, N]`.
-        possible: 1 where context and state are possible after some history that leads to the belief, though
-            the agent may hold them impossible, `[n, C, N]`; None if it holds no context impossible.
-    """
-
-    beliefs: Reals
+    beliefs: Reals  # P(c, s | h), [n, C, N]
+    # 1 where context and state are possible after some history that leads to the belief, though the agent may
+    # hold them impossible, [n, C, N]; None if it holds no context impossible.
     possible: Reals | None
 
     def __len__(self) -> int:
@@ -218,11 +214,8 @@ def last_contexts(tables: Finite, p: Reals) -> Reals:
 def last_step(tables: Finite, weights: Reals, beliefs: Reals, chances: Reals) -> Endings:
     """The endings of those who hold beliefs `[n, C, N]` before the last step.
 
-    Args:
-        tables: Tables of the model.
-        weights: How likely they are to be there, and in which state, in each context, `[n, C, N]`.
-        beliefs: What they believe, `[n, C, N]`.
-        chances: How likely they take each action, `[n, A]`.
+    In each context they are there, and in which state, with probabilities `weights [n, C, N]`, and take each
+    action with the `chances [n, A]`.
     """
     C, after = len(tables.prior), tables.outcomes.action
     posteriors, probabilities = [], []

@@ -44,17 +44,11 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Outcomes:
-    """All that may be seen in one step, the outcomes of action 0 first, then those of action 1, and so on.
+    """All that may be seen in one step, the outcomes of action 0 first, then those of action 1, and so on."""
 
-    Attributes:
-        action: The action that each of the K outcomes may follow, `[K]`; zero before the first.
-        symbols: What is seen: by site all its values, zero where it is masked, then all its flags, `[K, D]`.
-        likelihood: `P(o | s', a, c)`, of the state after the move, `[K, C, N]`.
-    """
-
-    action: Indices
-    symbols: Reals
-    likelihood: Reals
+    action: Indices  # the action that each of the K outcomes may follow, [K]; zero before the first
+    symbols: Reals  # by site all its values, zero where it is masked, then all its flags, [K, D]
+    likelihood: Reals  # P(o | s', a, c), of the state after the move, [K, C, N]
 
     @property
     def starts(self) -> Indices:
@@ -66,16 +60,6 @@ class Outcomes:
 class Finite:
     """A finite model's tables, float64.
 
-    Attributes:
-        sites: The observation sites.
-        prior: The model's prior over contexts, `[C]`.
-        initial: `P(s_0 | c)`, `[C, N]`.
-        transition: `P(s' | s, a, c)`, `[C, A, N, N]`.
-        rewards: `r_c(s, a)`, `[C, A, N]`.
-        before: What may be seen before the first action; a single empty outcome, unless the model asks for
-            an initial observation.
-        outcomes: What may be seen after an action.
-
     Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
         >>> tables = finite(ContextualTiger())
@@ -84,12 +68,12 @@ class Finite:
     """
 
     sites: Mapping[str, ObservationSite]
-    prior: Reals
-    initial: Reals
-    transition: Reals
-    rewards: Reals
-    before: Outcomes
-    outcomes: Outcomes
+    prior: Reals  # the model's, over contexts, [C]
+    initial: Reals  # P(s_0 | c), [C, N]
+    transition: Reals  # P(s' | s, a, c), [C, A, N, N]
+    rewards: Reals  # r_c(s, a), [C, A, N]
+    before: Outcomes  # before the first action; a single empty one without an initial observation
+    outcomes: Outcomes  # after an action
 
     def predict(self, p: Reals) -> Reals:
         """Measures `[n, C, N]` over context and state after every action, `[n, A, C, N]`."""
@@ -131,10 +115,11 @@ class Finite:
         return numbers
 
     def _symbols(self, percept: Percept) -> Tensor:
-        columns = []
-        for site, spec in self.sites.items():
-            values, flags = percept.observations[site].cpu(), percept.observed[site].cpu()
-            columns.append(_columns(spec, values, flags, (len(values),)))
+        seen, flags = percept.observations, percept.observed
+        columns = [
+            _columns(spec, seen[site].cpu(), flags[site].cpu(), seen[site].shape[:1])
+            for site, spec in self.sites.items()
+        ]
         return torch.cat(columns, 1)
 
     def percept(self, numbers: Indices, action: Tensor | None, device: torch.device) -> Percept:
@@ -243,15 +228,7 @@ def _columns(spec: ObservationSite, values: Tensor, mask: Tensor, batch: tuple[i
 
 
 def distinct_rows(rows: Reals, decimals: int) -> tuple[Indices, Indices]:
-    """Where the different rows of `[n, D]` are, `[m]`, ordered by what they say, and which each is, `[n]`.
-
-    Rows are the same as `row_keys` has it.
-
-    Examples:
-        >>> first, number = distinct_rows(np.array([[0.5, 0.5], [0.0, 1.0], [0.5, 0.5]]), 6)
-        >>> first.tolist(), number.tolist()
-        ([1, 0], [1, 0, 1])
-    """
+    """Where the different rows of `[n, D]` are, `[m]`, ordered by what they say, and which each is, `[n]`."""
     _, first, number = np.unique(row_keys(rows, decimals), return_index=True, return_inverse=True)
     order = np.lexsort(rows[first].round(decimals).T[::-1])
     return first[order], np.argsort(order)[number]

@@ -162,21 +162,14 @@ def double_returns(episodes: Episodes) -> Tensor:
 def sampled(
     model: CPOMDP, policy: PolicyLike, priors: Tensor, num_episodes: int, follow: Follow | None, seed: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Play a policy from every prior in every context.
+    """Play E episodes of a policy from every prior `[N, C]` in every context.
 
     What two policies earn here in the same place may be compared: contexts and the world's random numbers are
     the same for both.
 
-    Args:
-        model: The CPOMDP.
-        policy: The policy that acts.
-        priors: Priors over contexts, `[N, C]`.
-        num_episodes: How many episodes E for each prior and context.
-        follow: How posteriors are computed; None to not compute them.
-        seed: Seed of all random numbers.
-
     Returns:
-        Returns `[N, C, E]`, and what the episodes revealed about the context in nats, likewise.
+        Returns `[N, C, E]`, and what the episodes revealed about the context in nats, likewise, or None if
+        there is nothing to compute posteriors by.
     """
     N, C = priors.shape
     shape = (N, C, num_episodes)

@@ -440,7 +440,7 @@ def test_the_command_that_goes_on_is_torchruns(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     options = SimpleNamespace(command_line=["m.py:Mine", "--seed", "1"], run=None)
     results = SimpleNamespace(options=options, folder=SimpleNamespace(path=Path("runs/mine")))
-    again = commands.fit._again(results, SimpleNamespace(size=4))
+    again = commands._again(results, SimpleNamespace(size=4))
     words = "-m cpomdp_ppl fit m.py:Mine --seed 1 --folder runs/mine"
     assert again == f"torchrun --nproc-per-node=4 {words}"
 
