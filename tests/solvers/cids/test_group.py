@@ -17,6 +17,7 @@ import torch.distributed
 from torch import nn
 
 from cpomdp_command import main
+from cpomdp_ppl.cli.results import Results
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LightDark, LineGrid
@@ -439,7 +440,7 @@ def test_shards_make_up_the_batch(batch_size, sizes):
 def test_the_command_that_goes_on_is_torchruns(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     options = SimpleNamespace(command_line=["m.py:Mine", "--seed", "1"], run=None)
-    results = SimpleNamespace(options=options, folder=SimpleNamespace(path=Path("runs/mine")))
+    results = Results(SimpleNamespace(path=Path("runs/mine")), "fit", {}, 1, options)
     again = commands._again(results, SimpleNamespace(size=4))
     words = "-m cpomdp_ppl fit m.py:Mine --seed 1 --folder runs/mine"
     assert again == f"torchrun --nproc-per-node=4 {words}"
