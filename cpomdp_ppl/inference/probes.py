@@ -133,9 +133,9 @@ def imagined(
     b = torch.stack([flags.reshape(len(x), -1).any(1) for flags in observed.values()]).any(0).nonzero()[:, 0]
     if not len(b):
         return None
-    return Probes(
-        replace(seen, observations=percept.observations, observed=observed).select(b), x[b], context[b]
-    )
+    # A gate may hide here what was observed there.
+    step = replace(seen, observations=percept.observations, observed=observed, complete=False)
+    return Probes(step.select(b), x[b], context[b])
 
 
 def require_real_numbers(model: CPOMDP, trials: Sequence[Episodes]) -> None:

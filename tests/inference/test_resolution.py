@@ -492,3 +492,45 @@ def test_an_evaluation_is_by_the_reference():
     from cpomdp_ppl import evaluate
 
     assert evaluate(Drift(0.3, 0.01), RandomPolicy(1), 20).likelihood == "ekf"
+
+
+class Radar(CPOMDP):
+    """The last of three actions looks; a gate then decides whether there is anything to see."""
+
+    contexts, actions, horizon = 2, 3, 5
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 2.0))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state + action - 1 + 0.5 * context, 0.4))
+
+    def observation(self, state, action, context):
+        looked = action == 2
+        detected = pyro.sample("detected", dist.Bernoulli(logits=1.0 - 0.5 * state.abs()).mask(looked))
+        pyro.sample("z", dist.Normal(state, 0.5).mask(looked & (detected == 1)))
+
+    def reward(self, state, action, context):
+        return -state.abs()
+
+
+def test_imagined_observations_respect_gates():
+    """What a gate hides is not made up, even if it was seen in all the episodes; against quadrature."""
+    model = Radar()
+    episodes = simulate(model, RandomPolicy(3), 8, seed=0)
+    x = np.linspace(-25.0, 25.0, 501)
+    truth = np.zeros((8, 2))
+    for b, c in np.ndindex(8, 2):
+        p = stats.norm.pdf(x, 0.0, 2.0)
+        for t, a in enumerate(episodes.actions[b].tolist()):
+            p = stats.norm.pdf(x[:, None], x + a - 1 + 0.5 * c, 0.4) @ p * (x[1] - x[0])
+            if a == 2:
+                seen = {site: float(value[b, t]) for site, value in episodes.observations.items()}
+                detectable = 1 / (1 + np.exp(0.5 * np.abs(x) - 1))
+                z = stats.norm.pdf(seen["z"], x, 0.5)
+                p = p * (detectable * z if seen["detected"] else 1 - detectable)
+        truth[b, c] = np.log(p.sum() * (x[1] - x[0]))
+    found = GridFilter().run(model, episodes)
+    np.testing.assert_allclose(found.log_likelihood, truth, atol=1e-3)
+    assert reference_backend(model).name == "grid"
+    assert evaluate(model, RandomPolicy(3), 8, seed=0).likelihood == "grid"
