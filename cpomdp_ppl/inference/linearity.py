@@ -12,7 +12,7 @@ from cpomdp_ppl.inference.gaussian import Reparameterised
 from cpomdp_ppl.inference.grid_checks import NATS_BEHIND
 from cpomdp_ppl.inference.observed import log_density_of_seen
 from cpomdp_ppl.inference.scan import observed_in_time
-from cpomdp_ppl.inference.trials import result_or_none
+from cpomdp_ppl.inference.trials import REFUSALS, result_or_none
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ def is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
         recursion = ExtendedKalmanFilter().recursion(model)
         if not recursion.in_double:  # two filters may lose the same digits
             return False
-        return _starts_straight(recursion) and _goes_straight(recursion, episodes)
+        try:
+            return _starts_straight(recursion) and _goes_straight(recursion, episodes)
+        except REFUSALS:  # a Gaussian nuisance, say, over which densities cannot be summed
+            return False
 
 
 def _starts_straight(recursion: KalmanRecursion) -> bool:

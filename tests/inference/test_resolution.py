@@ -427,6 +427,24 @@ def test_where_it_is_not_something_else_is(model, name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Misty(Drift):
+    """A Gaussian nuisance that is never seen adds to the noise of what is."""
+
+    def observation(self, state, action, context):
+        mist = pyro.sample("mist", dist.Normal(0.0, 0.8).mask(torch.tensor(False)))
+        pyro.sample("z", dist.Normal(state + mist[..., None], 0.6).to_event(1))
+
+
+def test_a_nuisance_that_cannot_be_summed_over_is_left_to_particles():
+    model = Misty(0.5, 1.0)
+    backend = reference_backend(model)
+    assert backend.name == evaluate(model, RandomPolicy(1), 8, seed=0).likelihood == "smc"
+    episodes = simulate(model, RandomPolicy(1), 8, seed=0)
+    found = backend.run(model, episodes, seed=0)
+    errors = found.log_likelihood.numpy() - kalman(model, episodes)  # 0.8² + 0.6² = 1
+    assert (np.abs(errors) < 5 * found.standard_error.numpy()).all()
+
+
 class Hidden(Drift):
     """Linear wherever constant and random actions lead: only who goes right after waiting gets beyond 9."""
 
