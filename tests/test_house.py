@@ -138,14 +138,14 @@ def algorithm() -> Iterator[str]:
 
 
 # What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, the
-# choice of a backend, and arithmetic (covariances, double precision). How each backend does its work is its
+# choice of a backend, and arithmetic (Gaussians, double precision). How each backend does its work is its
 # affair.
 PUBLIC_INFERENCE = {
     "backend",
     "belief",
     "choice",
-    "covariance",
     "filtering",
+    "gaussian_belief",
     "observed",
     "persistence",
     "precision",

@@ -24,9 +24,8 @@ from cpomdp_ppl.errors import (
 )
 from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.observed import Observed, axes
-from cpomdp_ppl.inference.scan import scan
+from cpomdp_ppl.inference.scan import TimeBuffer, scan
 from cpomdp_ppl.inference.smoothing import Smoothing
-from cpomdp_ppl.inference.time_buffer import TimeBuffer
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature, signature
 from cpomdp_ppl.state import leaves, map_state

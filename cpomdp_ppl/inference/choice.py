@@ -12,8 +12,7 @@ from cpomdp_ppl.inference.discrete import MEMORY
 from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
 from cpomdp_ppl.inference.persistence import filtered
-from cpomdp_ppl.inference.reference import enough_particles, reference_backend, suited
-from cpomdp_ppl.inference.trials import result_or_none
+from cpomdp_ppl.inference.reference import enough_particles, reference_backend, result_or_none, suited
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rollout import simulate
 

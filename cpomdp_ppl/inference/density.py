@@ -1,14 +1,4 @@
-"""Densities of distributions that say `-inf`, and nothing else, of what is impossible.
-
-torch does not: with validation off, densities outside the support are arbitrary, and probabilities of 0 and
-1 are moved by a machine epsilon before their logarithm is taken, which leaves the impossible at some -16 nats
-an event in float32 and -36 in float64. So a density is found in three steps. Distributions that are made of
-others (mixtures, transformed, independent, zero-inflated …) are taken apart here; what is left is asked for
-its support (see `supports`), inside which the families that torch clamps have other formulas (see
-`families`).
-
-Nothing here has a gradient that is not a number: where a value is impossible, the gradient is zero.
-"""
+"""Densities of distributions that say `-inf`, and nothing else, of what is impossible."""
 
 from __future__ import annotations
 
@@ -19,20 +9,107 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
+from torch.distributions import constraints
 
 from cpomdp_ppl.errors import UnsupportedModelError
-from cpomdp_ppl.inference.families import log_prob_inside, log_probabilities
-from cpomdp_ppl.inference.logarithms import log_p_and_q, logsumexp, sum_rightmost
-from cpomdp_ppl.inference.supports import (
-    all_rightmost,
-    inside_constraint,
-    inside_support,
-    is_discrete,
-    possible_value,
+from cpomdp_ppl.inference.families import (
+    log_p_and_q,
+    log_prob_inside,
+    log_probabilities,
+    logsumexp,
+    sum_rightmost,
 )
 
 ROUNDINGS = 8
 """Number of roundings by which a recorded value may differ from the one that a program computes."""
+
+
+@singledispatch
+def inside_support(fn: Any, value: Tensor) -> Tensor | None:
+    """Where a value is in a distribution's support, `[…]`; None for everywhere."""
+    try:
+        support = fn.support
+    except NotImplementedError:  # it does not say
+        return None
+    inside = inside_constraint(support, value)
+    below = len(fn.event_shape) - support.event_dim  # a constraint may speak of components
+    return inside if inside is None or below <= 0 else all_rightmost(inside, below)
+
+
+def is_discrete(fn: Any) -> bool:
+    """Whether a distribution's densities are probabilities."""
+    try:
+        return bool(fn.support.is_discrete)
+    except NotImplementedError:
+        return False
+
+
+@inside_support.register(td.Multinomial)
+@inside_support.register(dist.DirichletMultinomial)
+def _counts(fn: Any, value: Tensor) -> Tensor:
+    """Where values are counts of the total: torch accepts any that add up to less, and fractions, too."""
+    counts = (value >= 0) & (value == value.round())
+    inside: Tensor = counts.all(-1) & (value.sum(-1) == fn.total_count)
+    return inside
+
+
+@inside_support.register(dist.ExtendedBinomial)
+@inside_support.register(dist.ExtendedBetaBinomial)
+def _count(fn: Any, value: Tensor) -> Tensor:
+    inside: Tensor = (value >= 0) & (value <= fn.total_count) & (value == value.round())
+    return inside
+
+
+@inside_support.register(dist.OneOneMatching)
+@inside_support.register(dist.OneTwoMatching)
+def _matching(fn: Any, value: Tensor) -> Tensor:
+    """Where values are matchings: Pyro's constraint checks a batch only as one."""
+    sources, destinations = fn.logits.shape
+    used = (value[..., None] == torch.arange(destinations, device=value.device)).sum(-2)  # […, destination]
+    inside: Tensor = (used == sources // destinations).all(-1)
+    return inside
+
+
+@inside_support.register
+def _between(fn: td.Uniform, value: Tensor) -> Tensor:
+    """The bounds are inside, since a draw may be rounded to them; they have the precision of the record."""
+    return (value >= fn.low.to(value.dtype)) & (value <= fn.high.to(value.dtype))
+
+
+def inside_constraint(support: Any, value: Tensor) -> Tensor | None:
+    """Where a value satisfies a constraint, `[…]`; None for everywhere."""
+    base = support
+    while isinstance(base, constraints.independent):
+        base = base.base_constraint
+    if base is constraints.real or constraints.is_dependent(base):
+        return None  # observations are finite where they count
+    if base is constraints.simplex:  # up to rounding, which there is more of for more components
+        eps = torch.finfo(value.dtype).eps
+        off = (value.sum(-1) - 1).abs() > max(1e-6, eps * value.shape[-1])
+        inside = (value >= 0).all(-1) & ~off
+        return all_rightmost(inside, support.event_dim - 1)
+    checked: Tensor = support.check(value)
+    return checked
+
+
+def possible_value(support: Any, like: Tensor) -> Tensor:
+    """Some value inside a support, to evaluate a density where it will not count."""
+    for constant in (0.0, 1.0, 0.5):
+        candidate = torch.full_like(like, constant)
+        if bool(support.check(candidate).all()):
+            return candidate
+    try:
+        transform = td.transform_to(support)
+        inner = transform.inverse_shape(like.shape)
+        found: Tensor = transform(torch.zeros(inner, dtype=like.dtype, device=like.device))
+    except NotImplementedError:
+        return like
+    return found
+
+
+def all_rightmost(x: Tensor, n: int) -> Tensor:
+    """Whether all are true over the last n axes."""
+    return x.flatten(-n).all(-1) if n else x
 
 
 def unmasked(fn: Any) -> Any:

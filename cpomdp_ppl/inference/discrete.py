@@ -1,29 +1,38 @@
-"""The forward recursion over finitely many states, or points that stand for cells of a continuum."""
+"""Filtering and smoothing over finitely many states."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import pyro.distributions as dist
 import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference.backend import Recursion
-from cpomdp_ppl.inference.discrete_smoother import forward_backward
-from cpomdp_ppl.inference.improper import ImproperSites
+from cpomdp_ppl.inference.enumeration import ENGINE_AXES
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.sampling import choose
-from cpomdp_ppl.inference.site_parameters import require_proper_parameters, torch_errors_as_model_errors
+from cpomdp_ppl.inference.scan import scan
+from cpomdp_ppl.inference.site_parameters import (
+    fault,
+    parameters_of,
+    require_proper_parameters,
+    torch_errors_as_model_errors,
+)
+from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.observed import Observed
-    from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 
@@ -32,6 +41,9 @@ MEMORY = 2**28
 
 NEGLIGIBLE = 1e-12
 """A state of lower probability may give a site parameters that make no sense."""
+
+PAIRS_AT_ONCE = 2**22
+"""Pairs of a trajectory and a state that it may come from that are handled together."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +212,93 @@ def smoothed_at_once(recursion: DiscreteRecursion, horizon: int, num_trajectorie
     C, N = recursion.initial.shape
     numbers = 3 * (horizon + 1) * C * (N + num_trajectories * (recursion.dim + 1))  # both ways, and stacked
     return how_many_fit(MEMORY, 8 * numbers)
+
+
+class ImproperSites(Messenger):
+    """Notes where the parameters of a program's sites make no sense, though a density comes out.
+
+    A normal density says so by itself: it is NaN then.
+
+    Args:
+        program: Name of the program, for messages.
+        max_plate_nesting: Number of axes on the right that belong to the program's own plates.
+
+    Attributes:
+        wrong: Where that is, bool `[context, episode, particle]` or a shape that broadcasts to it; None if
+            nowhere.
+        message: A description of the first such site.
+    """
+
+    def __init__(self, program: str, max_plate_nesting: int) -> None:
+        super().__init__()
+        self.program = program
+        self.plate_axes = max_plate_nesting
+        self.wrong: Tensor | None = None
+        self.message = ""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg) or is_deterministic(msg) or isinstance(base_of(msg["fn"]), dist.Normal):
+            return
+        fn, depth = msg["fn"], ENGINE_AXES + self.plate_axes
+        for parameter, value, proper in parameters_of(base_of(fn)):
+            if bool(proper.all()):
+                continue
+            # Below an event, any wrong component will do; so will any value of a hidden site.
+            event = max(0, proper.dim() - len(fn.batch_shape))
+            wrong = (~proper).flatten(-event).any(-1) if event else ~proper
+            mask = mask_of(msg)
+            wrong = wrong & mask if isinstance(mask, Tensor) else wrong
+            wrong = wrong.reshape((1,) * (depth - wrong.dim()) + wrong.shape)
+            wrong = wrong.flatten(0, wrong.dim() - depth - 1).any(0) if wrong.dim() > depth else wrong
+            wrong = wrong.flatten(ENGINE_AXES).any(-1) if self.plate_axes else wrong
+            self.wrong = wrong if self.wrong is None else self.wrong | wrong
+            self.message = self.message or fault(self.program, msg["name"], fn, parameter, value, proper)
+
+
+def forward_backward(
+    recursion: DiscreteRecursion, episodes: Episodes, num_trajectories: int, offset: int
+) -> Smoothing:
+    """Moments by the forward–backward recursion, trajectories by backward sampling.
+
+    A point that stands for a cell is drawn first, then a place in the cell; what does not move keeps both.
+    """
+    beliefs = [step.after for step in scan(recursion, episodes, offset)]  # at times 0 … T
+    belief = beliefs[-1]
+    index = choose(belief.probabilities, num_trajectories)  # [C, B, M]
+    place = recursion.places(index)  # [C, B, M, d]
+    smoothed, draws = [belief], [recursion.at(index, place)]
+    moments = [recursion.moments(belief)]
+    for t in reversed(range(episodes.horizon)):
+        action, before = episodes.actions[:, t], beliefs[t].probabilities
+        going = t < episodes.lengths  # [B]
+        back = recursion.back(before, action, belief.probabilities)
+        belief = replace(belief, probabilities=torch.where(going[:, None], back, belief.probabilities))
+        moves = (going & ~recursion.stays(action))[:, None]  # [B, 1]
+        index = torch.where(moves, _origins(recursion, before, action, index), index)
+        place = torch.where(moves[..., None], recursion.places(index), place)
+        moments.append(recursion.moments(belief))
+        draws.append(recursion.at(index, place))
+        if recursion.dim == 0:
+            smoothed.append(belief)
+    probabilities = None
+    if recursion.dim == 0:  # of a grid's points, they would fill the memory
+        probabilities = torch.stack([one.probabilities for one in reversed(smoothed)]).permute(2, 0, 1, 3)
+    return Smoothing(
+        "forward-backward",
+        *moments_in_time(moments[::-1]),
+        trajectories_in_time(draws[::-1]),
+        probabilities,  # [B, T + 1, C, N]
+    )
+
+
+def _origins(recursion: DiscreteRecursion, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
+    """Draw states at time t, `[C, B, M]`, for trajectories that are at `later [C, B, M]` at t + 1.
+
+    Args:
+        recursion: The recursion over N states.
+        p: Filtered probabilities at time t, `[C, B, N]`.
+        action: The actions taken there, `[B]`.
+        later: Numbers of the states at t + 1.
+    """
+    pieces = later.split(how_many_fit(PAIRS_AT_ONCE, p.numel()), 2)
+    return torch.cat([choose(recursion.origins(p, action, piece), 1).squeeze(-1) for piece in pieces], 2)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require_count
-from cpomdp_ppl.inference.covariance import product
-from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed, product
 from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion
 
 if TYPE_CHECKING:

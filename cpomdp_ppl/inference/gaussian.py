@@ -13,12 +13,11 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
-from cpomdp_ppl.inference.covariance import block_diagonal
-from cpomdp_ppl.inference.density import unmasked
+from cpomdp_ppl.inference.density import is_discrete, unmasked
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES
+from cpomdp_ppl.inference.gaussian_belief import block_diagonal
 from cpomdp_ppl.inference.observed import Observed, Scored, hidden_parents
 from cpomdp_ppl.inference.site_parameters import require_parameters
-from cpomdp_ppl.inference.supports import is_discrete
 
 if TYPE_CHECKING:
     from collections.abc import Collection

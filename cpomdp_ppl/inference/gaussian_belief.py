@@ -1,13 +1,111 @@
-"""Gaussian beliefs, and what becomes of them when they are pushed through a function."""
+"""Gaussian beliefs about states as vectors: their matrices, and what becomes of them under a function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.inference.covariance import product
+from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Leaf, Signature
+
+
+def product(A: Tensor, B: Tensor) -> Tensor:
+    """`A @ B`; over a single number, by broadcasting, which is up to twenty times faster."""
+    return A * B if A.shape[-1] == 1 else A @ B
+
+
+def square_root(P: Tensor) -> Tensor:
+    """Some L with `L Lᵀ = P` for a covariance `[…, D, D]` that may be singular: a Cholesky factor.
+
+    It is found one column at a time, since torch's factorisation refuses singular matrices. Where there is no
+    variance left in a coordinate, its column is zero.
+    """
+    D = P.shape[-1]
+    if D == 1:
+        return P.clamp(min=0).sqrt()
+    nothing = 8 * D * torch.finfo(P.dtype).eps * P.diagonal(dim1=-2, dim2=-1)  # [..., D]
+    columns = []
+    for j in range(D):
+        pivot = P[..., j, j]
+        empty = pivot <= nothing[..., j]
+        column = P[..., j] * torch.where(empty, 0.0, torch.where(empty, 1.0, pivot).rsqrt())[..., None]
+        columns.append(column)
+        P = P - column[..., :, None] * column[..., None, :]
+    return torch.stack(columns, -1)
+
+
+def pseudo_inverse(P: Tensor, rtol: float) -> Tensor:
+    """The pseudo-inverse of a covariance `[…, D, D]`, in which units of measurement do not matter.
+
+    Eigenvalues of the correlation matrix count as zero if they are below `rtol` times the largest.
+    """
+    sd = P.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    scale = torch.where(sd > 0, sd, 1.0).reciprocal()
+    scale = scale[..., :, None] * scale[..., None, :]
+    inverse: Tensor = torch.linalg.pinv(P * scale, rtol=rtol, hermitian=True) * scale
+    return inverse
+
+
+def block_diagonal(blocks: list[Tensor]) -> Tensor:
+    """Square blocks `[…, n_i, n_i]` along the diagonal of one matrix `[…, n, n]`, batched."""
+    if len(blocks) == 1:
+        return blocks[0]
+    sizes = [block.shape[-1] for block in blocks]
+    rows, start = [], 0
+    for block, size in zip(blocks, sizes, strict=True):
+        rows.append(torch.nn.functional.pad(block, (start, sum(sizes) - start - size)))
+        start += size
+    return torch.cat(rows, -2)
+
+
+class Coordinates:
+    """The leaves of a state side by side, as one vector of dimension D.
+
+    Raises:
+        UnsupportedModelError: If a leaf is not made of real numbers.
+    """
+
+    def __init__(self, model: CPOMDP, signature: Signature) -> None:
+        for name, leaf in leaves(signature.state):
+            if not leaf.dtype.is_floating_point:
+                what = "the state" if name == "state" else f"'{name}' in the state"
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: {what} is {leaf.dtype}, but Kalman filters need states of real "
+                    "numbers (floating point)"
+                )
+        self.signature = signature
+        found: list[Leaf] = [leaf for _, leaf in leaves(signature.state)]
+        self.sizes = [leaf.shape.numel() for leaf in found]
+        self.dim = sum(self.sizes)
+        self.dtype = torch.get_default_dtype()
+        for leaf in found:
+            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+
+    def vector(self, state: Any, batch_shape: torch.Size) -> Tensor:
+        """A state that a program returned, as `[*batch_shape, D]`."""
+        full = self.signature.broadcast(state, batch_shape)
+        parts = [
+            leaf.reshape(*batch_shape, size) for (_, leaf), size in zip(leaves(full), self.sizes, strict=True)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.dtype)
+
+    def state(self, vector: Tensor) -> Any:
+        """A vector `[…, D]` as a state, with leaves `[…, *leaf]`."""
+        batch = vector.shape[:-1]
+        parts = iter(vector.split(self.sizes, -1) if len(self.sizes) > 1 else (vector,))
+
+        def leaf_of(leaf: Leaf) -> Tensor:
+            part: Tensor = next(parts)
+            return part.reshape(batch + leaf.shape).to(leaf.dtype)
+
+        return map_state(leaf_of, self.signature.state)
 
 
 @dataclass(frozen=True)

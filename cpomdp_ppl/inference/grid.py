@@ -22,15 +22,18 @@ from cpomdp_ppl.inference.grid_checks import (
     OutOfReachError,
     cells_needed,
     density_scale,
+    probes_of,
+    reached,
     require_inside,
+    require_real_numbers,
     require_resolved,
     require_wide_densities,
     rounded_up,
+    simulated,
     too_narrow,
 )
 from cpomdp_ppl.inference.grid_tables import GridTables
 from cpomdp_ppl.inference.precision import double_precision
-from cpomdp_ppl.inference.probes import probes_of, reached, require_real_numbers, simulated
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:

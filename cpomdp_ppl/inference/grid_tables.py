@@ -13,8 +13,16 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError
-from cpomdp_ppl.inference.banded import Band, BandedTransition, nonnegative
-from cpomdp_ppl.inference.cells import SCAN_POINTS, SHARERS, CellGrid, jump_along, jumps_of
+from cpomdp_ppl.inference.cells import (
+    SCAN_POINTS,
+    SHARERS,
+    Band,
+    BandedTransition,
+    CellGrid,
+    jump_along,
+    jumps_of,
+    nonnegative,
+)
 from cpomdp_ppl.inference.discrete import DiscreteBelief, DiscreteRecursion, by_action
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES, Enumerated, Nodes
 from cpomdp_ppl.inference.observed import Observed, axes, log_density_of_seen
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cpomdp_ppl.inference.grid import GridFilter
-    from cpomdp_ppl.inference.probes import Probes
+    from cpomdp_ppl.inference.grid_checks import Probes
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 

@@ -16,16 +16,20 @@ from torch import Tensor
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion
-from cpomdp_ppl.inference.coordinates import Coordinates
-from cpomdp_ppl.inference.covariance import block_diagonal, product, square_root
-from cpomdp_ppl.inference.discrete_sites import condition_on_discrete_sites
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed
-from cpomdp_ppl.inference.gaussian_belief import Expected, GaussianBelief, Transformed
+from cpomdp_ppl.inference.gaussian_belief import (
+    Coordinates,
+    Expected,
+    GaussianBelief,
+    Transformed,
+    block_diagonal,
+    product,
+    square_root,
+)
 from cpomdp_ppl.inference.kalman_smoother import rauch_tung_striebel
-from cpomdp_ppl.inference.moment_matching import QUADRATURE_NODES
+from cpomdp_ppl.inference.moment_matching import QUADRATURE_NODES, condition_on_discrete_sites, normal_points
 from cpomdp_ppl.inference.observed import Observed, axes, hidden_parents, unseen
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
-from cpomdp_ppl.inference.quasirandom import normal_points
 from cpomdp_ppl.inference.site_parameters import torch_errors_as_model_errors
 
 if TYPE_CHECKING:

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.belief import map_belief, where_alive
-from cpomdp_ppl.inference.covariance import product, pseudo_inverse, square_root
-from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.gaussian_belief import (
+    GaussianBelief,
+    Transformed,
+    product,
+    pseudo_inverse,
+    square_root,
+)
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 

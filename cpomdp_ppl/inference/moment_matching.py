@@ -1,27 +1,27 @@
-"""The moments of a standard normal u that is multiplied by the probability p(u) of a discrete observation.
-
-`Z = ∫ N(u; 0, I) p(u) du`, and mean and covariance of what stands under the integral. On a line this is
-quadrature, with ever more nodes where the mass is, until the integral no longer changes. In more dimensions
-it is importance sampling from several Gaussians at once: the belief, wider ones, so that nothing in its tails
-is missed, Laplace's approximation, and Gaussians that follow the weights. Every row stands for itself:
-neither method looks at what other rows are like.
-
-The result would be wrong if one of several peaks were narrower than a few thousandths on a line, or than what
-some thousand points see in more dimensions, or further than `QUADRATURE_REACH` standard deviations away.
-"""
+"""Gaussian beliefs conditioned on discrete sites: mean and covariance of a normal times a probability."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
-from cpomdp_ppl.inference.quasirandom import normal_points
+from cpomdp_ppl.errors import DensityError
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, product, square_root
+from cpomdp_ppl.inference.observed import Observed, Scored, axes, hidden_parents, marginalised, unseen
 from cpomdp_ppl.rng import first_above
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from cpomdp_ppl.inference.kalman import KalmanRecursion
+    from cpomdp_ppl.signature import Signature
 
 QUADRATURE_NODES = 1024
 """Number of nodes of the quadrature."""
@@ -64,6 +64,35 @@ LARGEST_ERROR = 0.2
 
 LogProbability: TypeAlias = Callable[[Tensor], Tensor]
 """A function from points `[C, B, P, r]` to `log p`, `[C, B, P]`."""
+
+
+@cache
+def normal_points(num_points: int, dim: int) -> Tensor:
+    """N points `[N, D]` spread out like a standard normal, for means of functions that may jump.
+
+    Sobol's points, whose coordinates are replaced, rank for rank, by the midpoints' quantiles of the normal.
+    The outermost two are moved out until the second moment is 1, since the tails that they stand for are
+    what midpoints leave out; then what correlation is left is taken away. So the mean of a linear or
+    quadratic function is exact (a quadratic one in D > 1 dimensions only if N > 2D).
+
+    Examples:
+        >>> points = normal_points(64, 2)
+        >>> (points.mT @ points / 64).round(decimals=6).abs()
+        tensor([[1., 0.],
+                [0., 1.]], dtype=torch.float64)
+    """
+    levels = (torch.arange(num_points, dtype=torch.float64) + 0.5) / num_points
+    quantiles = torch.special.ndtri(levels)
+    if num_points > 1:
+        inner = quantiles[1:-1].square().sum()
+        quantiles[-1] = ((num_points - inner) / 2).sqrt()
+        quantiles[0] = -quantiles[-1]
+    ranks = SobolEngine(dim).draw(num_points, dtype=torch.float64).argsort(0).argsort(0)
+    points: Tensor = quantiles[ranks]
+    if 1 < 2 * dim < num_points:
+        factor = torch.linalg.cholesky(points.mT @ points / num_points)
+        points = torch.linalg.solve_triangular(factor.mT, points, upper=True, left=False)
+    return points
 
 
 @dataclass(frozen=True)
@@ -283,3 +312,108 @@ def _root(covariance: Tensor) -> Tensor:
     root, failed = torch.linalg.cholesky_ex(covariance)
     unit = torch.eye(root.shape[-1]).to(root)
     return torch.where((failed != 0)[..., None, None], unit, root)
+
+
+def condition_on_discrete_sites(
+    recursion: KalmanRecursion, belief: GaussianBelief, seen: Observed
+) -> tuple[GaussianBelief, Tensor]:
+    """Match the moments of a Gaussian belief that is multiplied by the probability of discrete observations.
+
+    Where these depend on one direction of the state alone, that is an integral on a line.
+
+    Returns:
+        The belief, and the logarithm of the probability of what was observed, `[C, B]`.
+    """
+    v = _direction(recursion, belief, seen)  # [C, B, D]
+    on_line = torch.linalg.vector_norm(v, dim=-1) > 0  # [C, B]
+
+    def log_p(u: Tensor) -> Tensor:
+        x = belief.mean[:, :, None] + product(u, belief.root.mT)
+        return log_density_of_discrete_sites(recursion, x, seen).expand(u.shape[:3])
+
+    D, found = v.shape[-1], None
+    unit = torch.eye(D, dtype=v.dtype, device=v.device)
+    if bool(on_line.any()):
+        line = by_quadrature(lambda u: log_p(u * v[:, :, None]), v)
+        # Along v, the unit variance becomes that on the line; across, nothing is learned.
+        learned = (line.covariance - 1) * v[..., :, None] * v[..., None, :]
+        found = replace(line, mean=line.mean * v, covariance=unit + learned)
+    if not bool(on_line.all()):
+        space = by_importance_sampling(log_p, v)
+        found = space if found is None else space.where(on_line, found)
+    assert found is not None
+    _require_settled(recursion, found, seen)
+    mean = belief.mean + product(belief.root, found.mean[..., None])[..., 0]
+    root = product(belief.root, square_root(found.covariance))
+    impossible = (found.log_mass == -torch.inf)[..., None]
+    return GaussianBelief(
+        torch.where(impossible, belief.mean, mean), torch.where(impossible[..., None], belief.root, root)
+    ), found.log_mass
+
+
+def _direction(recursion: KalmanRecursion, belief: GaussianBelief, seen: Observed) -> Tensor:
+    """The direction of the standardised belief that the discrete sites depend on, `[C, B, D]`.
+
+    If there is such a direction, all gradients are along it; that nothing else matters is checked by leaving
+    everything else out. It is a unit vector, or zero where there is no such direction.
+    """
+    C, B, D = belief.mean.shape
+    if D == 1:
+        return torch.ones_like(belief.mean)
+    mean, root = belief.mean.detach(), belief.root.detach()
+    u = 2 * normal_points(64, D).to(mean).expand(C, B, -1, D)  # [C, B, P, D]
+    with torch.enable_grad():
+        u = u.clone().requires_grad_()
+        log_p = log_density_of_discrete_sites(recursion, mean[:, :, None] + product(u, root.mT), seen)
+        log_p = log_p.expand(u.shape[:3])
+        if not log_p.requires_grad:
+            return torch.zeros_like(mean)
+        (g,) = torch.autograd.grad(torch.where(log_p > -torch.inf, log_p, 0.0).sum(), u)
+    size = torch.linalg.vector_norm(g, dim=-1, keepdim=True)  # [C, B, P, 1]
+    g = torch.where(size > 0, g / size, 0.0).nan_to_num(0.0)  # no place drowns another
+    v = torch.linalg.eigh(product(g.mT, g))[1][..., -1]  # [C, B, D]
+    along = product(u.detach(), v[..., None]) * v[:, :, None]
+    same = log_density_of_discrete_sites(recursion, mean[:, :, None] + product(along, root.mT), seen)
+    close = torch.isclose(same.expand_as(log_p), log_p.detach(), rtol=1e-6, atol=1e-6).all(-1)
+    known = close & (size.squeeze(-1) > 0).any(-1)
+    return torch.where(known[..., None], v, 0.0)
+
+
+def _require_settled(recursion: KalmanRecursion, found: MatchedMoments, seen: Observed) -> None:
+    poor = ~(found.error <= LARGEST_ERROR)
+    if bool(poor.any()):
+        c, b = poor.nonzero()[0].tolist()
+        sites = ", ".join(f"'{site}'" for site in recursion.discrete)
+        raise DensityError(
+            f"time {seen.time} of episode {seen.episode(b)} in context '{recursion.model.context_names[c]}': "
+            f"points of a Gaussian belief do not settle how likely site {sites} was, as few of them "
+            'count; "smc" does not depend on that'
+        )
+
+
+def log_density_of_discrete_sites(recursion: KalmanRecursion, points: Tensor, seen: Observed) -> Tensor:
+    """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
+    a = None if seen.action is None else axes(seen.action, recursion.plate_axes)
+    with _ScoredDiscreteSites(seen, recursion.signature, recursion.discrete) as scored:
+        recursion.model.observation(recursion.coordinates.state(points), a, recursion.context)
+    assert scored.log_prob is not None
+    return marginalised(scored.log_prob).to(points.dtype)
+
+
+class _ScoredDiscreteSites(Scored):
+    """Scores the discrete sites alone."""
+
+    def __init__(self, seen: Observed, signature: Signature, discrete: Collection[str]) -> None:
+        super().__init__(seen, signature)
+        self.discrete = discrete
+        self.hidden = hidden_parents(signature, seen, discrete)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if name in self.discrete:
+            super()._pyro_sample(msg)
+        elif name in self.hidden:
+            raise unseen(name, self.seen.time, "they are discrete, which a Gaussian filter cannot average")
+        elif name in self.signature.observations:
+            value = self.seen.observations[name]
+            msg["value"] = value.reshape(1, len(value), 1, *value.shape[1:])

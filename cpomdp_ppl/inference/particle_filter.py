@@ -12,14 +12,12 @@ from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.inference.backend import Backend, Recursion
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.inference.cloud import Cloud
-from cpomdp_ppl.inference.genealogy import Ancestors, Families
+from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
-from cpomdp_ppl.inference.weights import Weights
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 

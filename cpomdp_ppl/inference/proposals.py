@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Recorded
-from cpomdp_ppl.inference.covariance import block_diagonal
 from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed
+from cpomdp_ppl.inference.gaussian_belief import block_diagonal
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.sampling import Drawn
 from cpomdp_ppl.state import leaves, map_state

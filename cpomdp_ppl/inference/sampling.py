@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.handlers import cannot_be_drawn, draw_normal, expanded
-from cpomdp_ppl.inference.density import unfit, unmasked
-from cpomdp_ppl.inference.supports import is_discrete
+from cpomdp_ppl.inference.density import is_discrete, unfit, unmasked
 from cpomdp_ppl.rng import first_above, index_at
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from cpomdp_ppl.errors import require, require_count
-from cpomdp_ppl.inference.covariance import block_diagonal
-from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed, block_diagonal
 from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion
 
 if TYPE_CHECKING:

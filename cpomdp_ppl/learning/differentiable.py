@@ -22,14 +22,12 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
-from cpomdp_ppl.inference.banded import Band, BandedTransition, nonnegative
-from cpomdp_ppl.inference.cells import SHARERS
-from cpomdp_ppl.inference.covariance import product
+from cpomdp_ppl.inference.cells import SHARERS, Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.discrete import DiscreteRecursion
 from cpomdp_ppl.inference.extended import ExtendedRecursion, jacobians
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed
-from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed, product
 from cpomdp_ppl.inference.grid import GridRecursion
 from cpomdp_ppl.inference.grid_tables import BLOCK_POINTS, PROGRAM_NUMBERS
 from cpomdp_ppl.inference.kalman import Function, KalmanRecursion

@@ -22,16 +22,15 @@ from torch.distributions import constraints
 
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, invalid
 from cpomdp_ppl.handlers import base_of, is_deterministic
-from cpomdp_ppl.inference.cloud import Cloud
+from cpomdp_ppl.inference.cloud import Cloud, Weights
 from cpomdp_ppl.inference.density import log_density
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.particle_filter import SMC
 from cpomdp_ppl.inference.proposals import Bootstrap
 from cpomdp_ppl.inference.sampling import Drawn, draw
-from cpomdp_ppl.inference.weights import Weights
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.inference.genealogy import Ancestors
+    from cpomdp_ppl.inference.cloud import Ancestors
     from cpomdp_ppl.inference.particle_filter import ParticleFilter
     from cpomdp_ppl.model import CPOMDP
 

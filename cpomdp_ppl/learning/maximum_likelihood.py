@@ -17,8 +17,7 @@ from cpomdp_ppl.errors import (
     require_number,
 )
 from cpomdp_ppl.inference import as_backend
-from cpomdp_ppl.learning.bfgs import climb
-from cpomdp_ppl.learning.fisher_scoring import climb_by_scores, inverse_of
+from cpomdp_ppl.learning.ascent import climb, climb_by_scores, inverse_of
 from cpomdp_ppl.learning.likelihood import LogLikelihood
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, with_parameters
 from cpomdp_ppl.rng import fresh_seed, isolated, require_seed
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
-    from cpomdp_ppl.learning.bfgs import ValueAndGradient
+    from cpomdp_ppl.learning.ascent import ValueAndGradient
     from cpomdp_ppl.model import CPOMDP
 
 DIFFERENCE_STEP = 1e-2

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.learning.posterior import FOR_ESTIMATE, FOR_WALK
-from cpomdp_ppl.learning.starting_point import starting_point
+from cpomdp_ppl.errors import DensityError, invalid
+from cpomdp_ppl.experiments.execute import in_parallel
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.learning.posterior import FOR_ESTIMATE, FOR_START, FOR_WALK
 from cpomdp_ppl.rng import seed_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cpomdp_ppl.learning.posterior import Posterior, PosteriorPoint
 
 ACCEPTANCE = 0.25
@@ -21,6 +27,18 @@ ACCEPTANCE = 0.25
 
 JUMP_FREEDOM = 5
 """Degrees of freedom of jumps: tails heavier than those of a posterior that is nearly normal."""
+
+NUM_NEARBY, NUM_FROM_PRIOR = 10, 20
+"""Numbers of places around the initial values, and of draws from the prior, that are tried."""
+
+TRIES_PER_BLOCK = 3
+"""Number of times that a block gets random numbers at such a place before it counts as impossible there."""
+
+PARTICLE_FACTORS = (4, 16, 64)
+"""Factors of the number of particles with which a place is looked for where a start would be possible."""
+
+ROUND_SECONDS = 5.0
+"""Seconds that processes work before they report, roughly: what Ctrl-C can cost."""
 
 
 @dataclass(frozen=True)
@@ -170,3 +188,138 @@ class Walk:
         return self._reestimated(
             posterior, point
         )  # or a lucky estimate holds the walk up, and it learns nothing
+
+
+def starting_point(walk: Walk, posterior: Posterior) -> tuple[PosteriorPoint, bool]:
+    """A place around the initial values at which the posterior is not zero, or else a draw from the prior.
+
+    Returns:
+        The place, and whether it was not found around the initial values.
+
+    Raises:
+        ValueError: If the prior is zero at the initial values, or no place was found.
+    """
+    middle = walk.estimated(posterior, walk.centre)
+    if not math.isfinite(middle.log_prior):
+        raise invalid("initial", posterior.values(walk.centre), "values at which the prior is not zero")
+    root = torch.linalg.cholesky(walk.covariance) * (2.0 if walk.known else 1.0)
+    for _ in range(NUM_NEARBY):
+        point = walk.estimated(posterior, walk.centre + root @ walk.normal(walk.P))
+        if math.isfinite(point.log_density):
+            return point, False
+    if math.isfinite(middle.log_density):
+        return middle, False
+    return _far_starting_point(walk, posterior, middle), True
+
+
+def _far_starting_point(walk: Walk, posterior: Posterior, middle: PosteriorPoint) -> PosteriorPoint:
+    """A place at which a start is possible, if the estimate is zero around the initial values.
+
+    A start may be anywhere, and its random numbers may be any: neither changes what the chain converges to.
+    """
+    best = middle
+    for k in range(NUM_FROM_PRIOR + 1):
+        try:
+            start = middle
+            if k > 0:
+                drawn = posterior.from_prior(seed_for(walk.seed, FOR_START, walk.chain, k - 1))
+                start = walk.estimated(posterior, drawn)
+            point = _revived(walk, posterior, start)
+        except (DensityError, NotImplementedError):  # a wild value, or a prior that cannot be drawn from
+            continue
+        if math.isfinite(point.log_density):
+            return point
+        best = max(best, point, key=_blocks_alive)
+    error = invalid(
+        "initial", posterior.values(middle.u), "values at which the estimated likelihood is not zero"
+    )
+    raise ValueError(f"{error}; {_way_out(posterior, middle, best)}")
+
+
+def _revived(walk: Walk, posterior: Posterior, point: PosteriorPoint) -> PosteriorPoint:
+    """The same place, with other random numbers for blocks whose estimate is zero there."""
+    for block in range(len(point.seeds) if posterior.noisy and math.isfinite(point.log_prior) else 0):
+        for _ in range(TRIES_PER_BLOCK):
+            if math.isfinite(point.log_likelihoods[block]):
+                break
+            point = posterior.renewed(point, block, walk.next_seed())
+        else:
+            return point
+    return point
+
+
+def _blocks_alive(point: PosteriorPoint) -> int:
+    """Number of blocks of episodes whose likelihood is not zero; -1 where the prior is zero."""
+    return sum(map(math.isfinite, point.log_likelihoods)) if math.isfinite(point.log_prior) else -1
+
+
+def _way_out(posterior: Posterior, *places: PosteriorPoint) -> str:
+    """Say what is wrong with initial values around which no start was found, and what to pass instead."""
+    likelihood, backend = posterior.likelihood, posterior.likelihood.backend
+    tried = f"about there, and at {NUM_FROM_PRIOR} draws from the prior"
+    nowhere = f"{tried}, it is zero, too ({likelihood.impossible})"
+    if not isinstance(backend, ParticleFilter):
+        return f"{nowhere}; pass `initial` values at which the episodes are possible"
+    N = backend.num_particles
+    for more in (times * N for times in PARTICLE_FACTORS):
+        for k, point in enumerate(places):
+            if math.isfinite(likelihood.with_particles(more)(posterior.space.values(point.u), k)):
+                given = f"num_particles={more}, initial={posterior.values(point.u)}"
+                return f"{nowhere} with {N} particles, but with {more} it is not: pass {given}"
+    return (
+        f"{nowhere} with {N} particles, and with {PARTICLE_FACTORS[-1] * N} at the most promising place: "
+        "pass `initial` values at which the episodes are possible, or "
+        f'likelihood=ParticleFilter({N}, guide="ekf"), which looks ahead, where that serves the model'
+    )
+
+
+def advance(
+    posterior: Posterior, walks: Sequence[Walk], warm_up: int, draws: int, workers: int | None, bar: Any
+) -> tuple[list[list[MetropolisStep]], bool]:
+    """Warm up and draw.
+
+    Chains go forward in rounds, and each has its own random numbers: how they are cut into rounds, and which
+    process takes them, changes nothing.
+
+    Args:
+        posterior: What the chains converge to.
+        walks: The chains.
+        warm_up: Number of steps of each chain that are not kept.
+        draws: Number of steps of each chain that are.
+        workers: Number of processes; None leaves it to joblib's configuration.
+        bar: A progress bar, which counts the steps of all chains.
+
+    Returns:
+        The draws of each chain, as many of one as of another, and whether these are all.
+
+    Raises:
+        KeyboardInterrupt: If it comes before every chain has a draw; after that, it ends the run.
+    """
+    rounds: list[list[list[MetropolisStep]]] = []  # steps by round and chain
+    taken, total = 0, warm_up + draws
+    count = 1  # the first step is in this process, where errors are plainest
+    try:
+        while taken < total:
+            began = time.perf_counter()
+            round_of = partial(_advanced, posterior, count)
+            advanced = dict(in_parallel(round_of, walks, workers=1 if taken == 0 else workers))
+            walks = [advanced[k][0] for k in range(len(walks))]
+            rounds.append([advanced[k][1] for k in range(len(walks))])
+            taken += count
+            bar.update(count * len(walks))
+            if workers != 1:
+                seconds = (time.perf_counter() - began) / count
+                count = max(1, min(int(ROUND_SECONDS / seconds), 2 * count, total - taken))
+    except KeyboardInterrupt:
+        if taken <= warm_up:
+            raise
+        return _drawn(rounds, len(walks), warm_up), False
+    return _drawn(rounds, len(walks), warm_up), True
+
+
+def _advanced(posterior: Posterior, count: int, walk: Walk) -> tuple[Walk, list[MetropolisStep]]:
+    return walk, walk.advance(posterior, count)
+
+
+def _drawn(rounds: list[list[list[MetropolisStep]]], chains: int, warm_up: int) -> list[list[MetropolisStep]]:
+    return [[step for one in rounds for step in one[k]][warm_up:] for k in range(chains)]

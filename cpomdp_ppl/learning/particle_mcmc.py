@@ -17,11 +17,9 @@ from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count, require_number
 from cpomdp_ppl.experiments.execute import one_thread, require_workers
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.learning.block_likelihood import BlockLikelihood
-from cpomdp_ppl.learning.chains import advance
-from cpomdp_ppl.learning.metropolis import MetropolisStep, Walk
+from cpomdp_ppl.learning.metropolis import MetropolisStep, Walk, advance
 from cpomdp_ppl.learning.parameters import Unconstrained, learnable, require_names
-from cpomdp_ppl.learning.posterior import FOR_REPLICATE, Posterior
+from cpomdp_ppl.learning.posterior import FOR_REPLICATE, BlockLikelihood, Posterior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 
 if TYPE_CHECKING:

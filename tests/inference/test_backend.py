@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpomdp_ppl.inference.time_buffer import TimeBuffer
+from cpomdp_ppl.inference.scan import TimeBuffer
 
 
 def written(terms):

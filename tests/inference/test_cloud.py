@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from cpomdp_ppl.inference import Cloud, ParticleFilter, inference_scope
-from cpomdp_ppl.inference.genealogy import Families
-from cpomdp_ppl.inference.weights import Weights
+from cpomdp_ppl.inference.cloud import Families, Weights
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import map_state

@@ -14,9 +14,9 @@ import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, ModelError, ObservationError, UnsupportedModelError
-from cpomdp_ppl.inference.covariance import block_diagonal, square_root
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
-from cpomdp_ppl.inference.quasirandom import normal_points
+from cpomdp_ppl.inference.gaussian_belief import block_diagonal, square_root
+from cpomdp_ppl.inference.moment_matching import normal_points
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state

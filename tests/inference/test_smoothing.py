@@ -231,7 +231,7 @@ def test_chunks_and_pieces_agree(model, name, monkeypatch):
     monkeypatch.setattr("cpomdp_ppl.inference.discrete.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.kalman.MEMORY", 1)
     monkeypatch.setattr("cpomdp_ppl.inference.particle_filter.PARTICLES_AT_ONCE", 1)
-    monkeypatch.setattr("cpomdp_ppl.inference.discrete_smoother.PAIRS_AT_ONCE", 30_000)
+    monkeypatch.setattr("cpomdp_ppl.inference.discrete.PAIRS_AT_ONCE", 30_000)
     parts = backend.smooth(model, episodes, 200, seed=1)
     assert parts.trajectories.shape == whole.trajectories.shape
     if name != "smc":

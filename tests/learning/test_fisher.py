@@ -12,8 +12,8 @@ from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.learning import log_likelihood, maximum_likelihood
+from cpomdp_ppl.learning.ascent import estimate_score
 from cpomdp_ppl.learning.fisher import _moves
-from cpomdp_ppl.learning.fisher_scoring import estimate_score
 from cpomdp_ppl.learning.likelihood import LogLikelihood
 from tests.learning.programs import ByHand, Cart, Constant, Door, Gauge, Walk
 from tests.learning.test_likelihood import values_of

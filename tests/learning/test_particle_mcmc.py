@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import ParticleFilter, as_backend
 from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
-from cpomdp_ppl.learning.block_likelihood import BlockLikelihood
+from cpomdp_ppl.learning.posterior import BlockLikelihood
 from cpomdp_ppl.models import LightDark
 from tests.learning.programs import Alarm, Constant, Window, positive
 
@@ -194,7 +194,7 @@ def test_workers_make_no_difference(monkeypatch):
     threads = torch.get_num_threads()
     runs = []
     for workers, seconds in ((1, 2.0), (2, 1e-9)):
-        monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND_SECONDS", seconds)
+        monkeypatch.setattr("cpomdp_ppl.learning.metropolis.ROUND_SECONDS", seconds)
         options = {**QUICK, "chains": 3, "workers": workers}
         prior = {"power": dist.Beta(2.0, 2.0)}
         runs.append(particle_marginal_metropolis_hastings(Alarm(), episodes, prior, seed=3, **options))
@@ -223,7 +223,7 @@ def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
     episodes = simulate(Alarm(), RandomPolicy(1), 6, seed=0)
     prior = {"power": dist.Beta(2.0, 2.0)}
     options = {**QUICK, "num_particles": 32, "warm_up": 3, "seed": 4, "workers": workers}
-    monkeypatch.setattr("cpomdp_ppl.learning.chains.ROUND_SECONDS", 0.2)
+    monkeypatch.setattr("cpomdp_ppl.learning.metropolis.ROUND_SECONDS", 0.2)
     monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", interrupting(2 * (3 + 2), 0.3))
     options["draws"] = 10**6
     with pytest.warns(UserWarning, match=r"interrupted; here are \d+ of"):
