@@ -113,6 +113,15 @@ def test_files_are_there(path):
     assert (ROOT / path).exists()
 
 
+@pytest.mark.parametrize("path", re.findall(r"`([\w/]+\.py|\w+/)`", TEXTS["docs/concepts.md"]))
+def test_files_of_the_concepts_are_there(path):
+    """Many are named within their package, as `policy.py`."""
+    assert any(
+        (ROOT / package / path).exists()
+        for package in ("", "cpomdp_ppl", "cpomdp_ppl/inference", "solvers/cids")
+    )
+
+
 @pytest.mark.parametrize("target", everywhere(r"(?m)(?:^|`)make ([a-z]+)"))
 def test_targets_are_in_the_makefile(target):
     assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text())
