@@ -17,33 +17,12 @@ from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.models import Beacons, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from tests.baselines.test_commitments import return_by_tables
-from tests.baselines.upfront import Orchard, Workshop
+from tests.baselines.upfront import Orchard, Regretful, Workshop
 from tests.conftest import assert_mean
 from tests.programs import EyesOpen, Plates
 from tests.solvers import truth
 
 LEFT, RIGHT, SENSE = 0, 1, 2
-
-
-class Regretful:
-    """A policy, and by how much each of its actions fell short of the best, by the exact solution.
-
-    In expectation the shortfalls add up to what the policy's return lacks; unlike returns, they are not a
-    matter of luck.
-    """
-
-    def __init__(self, policy, model):
-        self.policy, self.plan, self.shortfall = policy, truth.solve(truth.tables(model), model.horizon), 0.0
-
-    def start(self, prior):
-        return self.policy.start(prior), self.plan.start(prior)
-
-    def act(self, history, memory):
-        actions, ours = self.policy.act(history, memory[0])
-        _, n = self.plan.act(history, memory[1])
-        Q = torch.as_tensor(self.plan.q_values[history.time][n])  # [B, A]
-        self.shortfall = self.shortfall + Q.amax(1) - Q.gather(1, actions[:, None])[:, 0]
-        return actions, (ours, n)
 
 
 @pytest.mark.slow

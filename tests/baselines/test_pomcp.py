@@ -31,8 +31,11 @@ from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from cpomdp_ppl.policy import Percept
+from cpomdp_ppl.policy import History, Percept
+from cpomdp_ppl.rollout import blind
 from cpomdp_ppl.signature import signature
+from cpomdp_ppl.state import leaves
+from tests.baselines.upfront import Regretful
 from tests.conftest import assert_mean, fixed_actions
 from tests.programs import EyesOpen, Plates
 from tests.solvers import truth
@@ -143,15 +146,9 @@ def test_rows_hold_a_whole_state(model):
         rows = Rows(signature(model), model.device)
         again = rows.state(rows.of(state))
     assert rows.of(state).dim() == 2
-    for (_, leaf), (_, same) in zip(_leaves(state), _leaves(again), strict=True):
+    for (_, leaf), (_, same) in zip(leaves(state), leaves(again), strict=True):
         assert leaf.dtype == same.dtype
         assert torch.equal(leaf, same)
-
-
-def _leaves(state):
-    from cpomdp_ppl.state import leaves
-
-    return list(leaves(state))
 
 
 @pytest.mark.slow
@@ -358,9 +355,6 @@ def test_nothing_is_printed(kind, capfd):
 
 
 def _history(model, B):
-    from cpomdp_ppl.policy import History
-    from cpomdp_ppl.rollout import blind
-
     return History((blind(signature(model), B, model.device),))
 
 
@@ -452,33 +446,14 @@ def test_roots_are_drawn_from_the_filter():
             assert_mean(x, float(online.state_mean[b, i]), f"state in context {i}")
 
 
-class Regretting:
-    """A policy, and what its decisions cost by the exact values: far less noisy than what it earns."""
-
-    def __init__(self, model, policy):
-        self.policy = policy
-        self.plan = truth.solve(truth.tables(model), model.horizon)
-        self.regret = 0.0
-
-    def start(self, prior):
-        return self.policy.start(prior), self.plan.start(prior)
-
-    def act(self, history, memory):
-        action, mine = self.policy.act(history, memory[0])
-        _, n = self.plan.act(history, memory[1])
-        Q = self.plan.q_values[history.time][n]  # [B, A]
-        self.regret += float((Q.max(1) - Q[np.arange(len(n)), action.numpy()]).mean())
-        return action, (mine, n)
-
-
 @pytest.mark.slow
 def test_pouct_gets_most_of_what_can_be_had_on_the_line():
     """UCT written independently, with these settings and exact beliefs, gets 77 ± 2.5 percent."""
     model = LineGrid()
     policy = POUCT(model, num_simulations=200, num_particles=100, rollout="random", exploration=20.0)
-    watched = Regretting(model, policy)
+    watched = Regretful(policy, model)
     simulate(model, watched, 40, contexts="balanced", seed=0)
-    assert watched.plan.value - watched.regret > 0.65 * watched.plan.value
+    assert watched.value > 0.65 * watched.plan.value
 
 
 @pytest.mark.slow
@@ -486,18 +461,18 @@ def test_with_commitments_pouct_gets_far_with_few_simulations():
     """UCT written independently, with these settings and exact beliefs, gets 86.8 ± 1.3 percent."""
     model = LineGrid(horizon=7)
     policy = POUCT(model, num_simulations=100, num_particles=100, rollout="commitment")
-    watched = Regretting(model, policy)
+    watched = Regretful(policy, model)
     simulate(model, watched, 30, contexts="balanced", seed=0)
-    assert watched.plan.value - watched.regret > 0.75 * watched.plan.value
+    assert watched.value > 0.75 * watched.plan.value
 
 
 @pytest.mark.slow
 def test_pouct_hears_better_than_who_believes_in_one_context():
     model = ContextualTiger(horizon=4)
     tables = truth.tables(model)
-    watched = Regretting(model, POUCT(model, num_simulations=300, num_particles=100, rollout="random"))
+    watched = Regretful(POUCT(model, num_simulations=300, num_particles=100, rollout="random"), model)
     simulate(model, watched, 60, contexts="balanced", seed=0)
-    value = watched.plan.value - watched.regret
+    value = watched.value
     assert truth.random_value(tables, 4) < value <= watched.plan.value
     assert value > truth.fixed_context_values(tables, 4).max()
 

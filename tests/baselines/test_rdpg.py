@@ -12,12 +12,12 @@ from torch import nn
 from baselines import rdpg
 from baselines.learned import LearningInterrupted
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
-from cpomdp_ppl import CPOMDP, RandomPolicy, simulate
+from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.policy import History, Percept
 from cpomdp_ppl.rng import isolated
-from tests.programs import Dice, EyesOpen, Skewed
+from tests.programs import Dice, EyesOpen, Skewed, Still
 
 CPU = torch.device("cpu")
 SHORT = Settings(
@@ -219,19 +219,11 @@ def test_history_and_the_best_policy():
     assert not any(weight.requires_grad for weight in learned.policy.parameters())
 
 
-class Payoff(CPOMDP):
+class Payoff(Still):
     """Earns a known amount for each action, and sees nothing."""
 
-    contexts = 1
-    actions = 3
-    horizon = 2
+    contexts, actions, horizon = 1, 3, 2
     worth = (0.0, 1000.0, 500.0)
-
-    def initial(self, context):
-        return torch.tensor(0.0)
-
-    def transition(self, state, action, context):
-        return state
 
     def observation(self, state, action, context):
         pyro.sample("z", dist.Normal(state, 1.0).mask(action < 0))

@@ -1,4 +1,4 @@
-"""Problems whose costs come first and whose profits come later, and which one may leave at a small loss."""
+"""What policies lose by the exact solution, and problems whose costs come first and profits later."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import torch
 
 from cpomdp_ppl import CPOMDP
+from tests.solvers import truth
 
 BROKEN, WORKING, SOLD = range(3)
 INSPECT, RUN, SELL = 3, 4, 5
@@ -66,3 +67,29 @@ class Orchard(CPOMDP):
         planted = torch.tensor([-2.0, -1.0, -1.0])[action]
         earned = planted + torch.where(action == 1, state["grown"], 0.0)
         return torch.where(state["left"] > 0, 0.0, earned)
+
+
+class Regretful:
+    """A policy, and by how much each of its actions fell short of the best, by the exact solution.
+
+    In expectation the shortfalls add up to what the policy's return lacks; unlike returns, they are not a
+    matter of luck.
+    """
+
+    def __init__(self, policy, model):
+        self.policy, self.plan, self.shortfall = policy, truth.solve(truth.tables(model), model.horizon), 0.0
+
+    def start(self, prior):
+        return self.policy.start(prior), self.plan.start(prior)
+
+    def act(self, history, memory):
+        actions, ours = self.policy.act(history, memory[0])
+        _, n = self.plan.act(history, memory[1])
+        Q = torch.as_tensor(self.plan.q_values[history.time][n])  # [B, A]
+        self.shortfall = self.shortfall + Q.amax(1) - Q.gather(1, actions[:, None])[:, 0]
+        return actions, (ours, n)
+
+    @property
+    def value(self):
+        """What the policy is worth."""
+        return self.plan.value - float(self.shortfall.mean())
