@@ -28,7 +28,6 @@ from baselines.pomdp_py_adapter import (
     agent,
     most_visited,
     particles,
-    planner,
 )
 from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
@@ -123,14 +122,18 @@ class _TreeSearch:
 
     def _planner(self, time: int) -> Any:
         """A new one for each step, as its depth is what is left of the horizon."""
-        return planner(
-            self.kind,
-            horizon=self.model.horizon,
-            time=time,
-            num_simulations=self.num_simulations,
-            exploration=self.exploration,
-            policy=self.choices,
+        made = self.kind(  # type: ignore[call-arg]
+            max_depth=self.model.horizon - time,
+            num_sims=self.num_simulations,
+            planning_time=-1.0,
+            discount_factor=1.0,
+            exploration_const=self.exploration,
+            num_visits_init=0,
+            value_init=0,
+            rollout_policy=self.choices,
         )
+        made._horizon = self.model.horizon
+        return made
 
 
 class POUCT(_TreeSearch):

@@ -190,30 +190,6 @@ class PlannerPOMCP(RolloutsAsked, pomdp_py.POMCP):
     """pomdp-py's POMCP."""
 
 
-def planner(
-    kind: type[RolloutsAsked],
-    *,
-    horizon: int,
-    time: int,
-    num_simulations: int,
-    exploration: float,
-    policy: Choices,
-) -> Any:
-    """One of pomdp-py's planners at time t, whose search ends at the horizon."""
-    made = kind(  # type: ignore[call-arg]
-        max_depth=horizon - time,
-        num_sims=num_simulations,
-        planning_time=-1.0,
-        discount_factor=1.0,
-        exploration_const=exploration,
-        num_visits_init=0,
-        value_init=0,
-        rollout_policy=policy,
-    )
-    made._horizon = horizon
-    return made
-
-
 def most_visited(agent: pomdp_py.Agent) -> Choice:
     """The action that a search has visited most; of several, the one of the highest value."""
     children = agent.tree.children

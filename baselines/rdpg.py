@@ -127,7 +127,6 @@ def fit(
             and then, about how far it has got and how long it will take.
 
     Raises:
-        ValueError: On arguments that make no sense.
         RuntimeError: If a gradient is not finite.
         LearningInterrupted: On Ctrl-C; it carries the best policy so far.
 

@@ -59,7 +59,6 @@ def fit(
         settings: Settings of `sb3_contrib.RecurrentPPO`, instead of ours.
 
     Raises:
-        ValueError: On arguments that make no sense.
         LearningInterrupted: On Ctrl-C; it carries what was learned so far.
 
     Examples:

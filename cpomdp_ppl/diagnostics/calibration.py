@@ -148,7 +148,6 @@ def calibrate(
         progress: Whether to show a progress bar, by chunks of episodes.
 
     Raises:
-        ValueError: On arguments that make no sense.
         UnsupportedModelError: If the backend cannot serve the model.
         DegenerateWeightsError: If no context can have produced an episode under `believed`, however many
             particles.

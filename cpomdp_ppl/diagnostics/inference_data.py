@@ -99,7 +99,6 @@ def to_inference_data(
         An `InferenceData`; a `DataTree` of the same groups if ArviZ is 1.0 or later, which has no other.
 
     Raises:
-        ValueError: On arguments that make no sense.
         UnsupportedModelError: If the backend cannot serve the model.
         ObservationError: If the episodes are not of this model.
         DegenerateWeightsError: If no context can have produced an episode, however many particles.

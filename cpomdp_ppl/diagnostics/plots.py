@@ -52,9 +52,6 @@ def plot_contexts(data: InferenceData | xr.DataTree, episodes: Iterable[int] | N
         data: From `to_inference_data`.
         episodes: Which to show; the first three if left out.
 
-    Raises:
-        ValueError: On arguments that make no sense.
-
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
         >>> from cpomdp_ppl.diagnostics import to_inference_data
@@ -96,9 +93,6 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
     Args:
         data: From `to_inference_data`.
         episode: Which to show.
-
-    Raises:
-        ValueError: On arguments that make no sense.
 
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
@@ -146,9 +140,6 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
     Args:
         data: From `to_inference_data`.
         episodes: Which to show; the first three if left out.
-
-    Raises:
-        ValueError: On arguments that make no sense.
 
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
@@ -208,9 +199,6 @@ def plot_agreement(
         results: From `to_inference_data`, of the same episodes, by name.
         reference: Name of the one that others are compared with. Left out, it is an exact one, else one by a
             grid, else the first.
-
-    Raises:
-        ValueError: On arguments that make no sense.
 
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
