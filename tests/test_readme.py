@@ -52,6 +52,22 @@ def test_its_pictures_and_links_lead_somewhere(page):
         assert (ROOT / page).parent.joinpath(path).exists(), path
 
 
-def test_the_reference_lists_what_there_is():
+def listed():
+    """What the reference lists, and what the modules among that export."""
     for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE):
-        assert pkgutil.resolve_name(name) is not None
+        found = pkgutil.resolve_name(name)
+        yield found
+        yield from (getattr(found, inner) for inner in getattr(found, "__all__", ()))
+
+
+def test_the_reference_lists_what_pages_import():
+    known = {id(each) for each in listed()}
+    for page in PAGES:
+        for module, names in re.findall(
+            r"^from ((?:cpomdp_ppl|solvers|baselines)[\w.]*) import (.+)$",
+            (ROOT / page).read_text(),
+            re.MULTILINE,
+        ):
+            for name in re.split(", ", names):
+                found = pkgutil.resolve_name(f"{module}:{name.split(' as ')[0]}")
+                assert id(found) in known, f"{page}: {module}.{name}"
