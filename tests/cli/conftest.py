@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import re
@@ -104,6 +105,11 @@ def here(elsewhere, coin_fit):
 
 def read(path):
     return json.loads(Path(path).read_text())
+
+
+def rows_of(table):
+    with open(table) as file:
+        return list(csv.DictReader(file))
 
 
 def change_record(folder, **entries):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shlex
 from pathlib import Path
 from shutil import copytree
@@ -18,12 +17,7 @@ from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.results import is_installed
 from cpomdp_ppl.models import LineGrid
 from solvers import cids
-from tests.cli.conftest import LINE_GRID, SMALL, read, refused
-
-
-def rows_of(table):
-    with open(table) as file:
-        return list(csv.DictReader(file))
+from tests.cli.conftest import LINE_GRID, SMALL, read, refused, rows_of
 
 
 @pytest.mark.slow
@@ -163,7 +157,9 @@ def test_policies_of_a_user(capsys):
     names = ["random", "rules.py:rule", "rules:loaded", "./rules.py:made"]
     words = ["compare", "coin.py:Coin", "bias=0.8", "--policies", ",".join(names), "--run", "table"]
     assert main([*words, "--num-episodes", "40"]) == 0
-    found = {name: each["evaluation"]["returns_by_context"] for name, each in measured("table").items()}
+    found = {
+        name: each["evaluation"]["returns_by_context"] for name, each in read("table/comparison.json").items()
+    }
     assert list(found) == names
     assert [found["rules.py:rule"][c]["mean"] for c in ("fair", "loaded")] == [4.0, -4.0]
     assert [found["rules:loaded"][c]["mean"] for c in ("fair", "loaded")] == [-4.0, 4.0]
@@ -175,14 +171,13 @@ def test_policies_of_a_user(capsys):
     err = capsys.readouterr().err
     assert "random: measured before" in err
     assert "rules.py:rule: its code has changed, and is measured again" in err
-    assert measured("table")["rules.py:rule"]["evaluation"]["returns_by_context"]["fair"]["mean"] == -4.0
+    assert (
+        read("table/comparison.json")["rules.py:rule"]["evaluation"]["returns_by_context"]["fair"]["mean"]
+        == -4.0
+    )
     Path("tools.py").write_text("def one(): pass\n\ndef other(): pass\n")
     said = refused(capsys, *words[:4], "tools.py:rule")
     assert "tools.py has no policy 'rule'; its functions are one, other" in said
-
-
-def measured(run):
-    return read(f"{run}/comparison.json")
 
 
 @pytest.mark.slow

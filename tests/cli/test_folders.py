@@ -24,16 +24,16 @@ def test_the_same_fit_is_taken_up_and_another_is_refused(here, capsys):
     assert main([*FIT_COIN, "--quiet"]) == 0
     assert Path("here/history.csv").read_bytes() == before  # with the seconds that it took: not run again
 
-    other = [word if word != "4" else "5" for word in FIT_COIN]
-    said = refused(capsys, *other)
-    assert (
-        "made with settings = {'iterations': 4}, but expected {'iterations': 5}; use another folder" in said
-    )
-    other = [word if word != "bias=0.8" else "bias=0.9" for word in FIT_COIN]
-    said = refused(capsys, *other)
-    assert "made with arguments = {'bias': '0.8'}, but expected {'bias': '0.9'}" in said
-    said = refused(capsys, "evaluate", LINE_GRID, "--policy", "random", "--run", "here")
-    assert "made with command = 'fit', but expected 'evaluate'" in said
+    evaluate_planner = ("evaluate", LINE_GRID, "--policy", "pft", "--num-episodes", "2", "--run")
+    planner = (*evaluate_planner, "planner", "horizon=2")
+    assert main([*planner, "--simulations", "3"]) == 0
+    for words, said in (
+        ([*FIT_COIN, "--iterations", "5"], "settings = {'iterations': 4}, but expected {'iterations': 5}"),
+        ([*FIT_COIN, "horizon=5"], "arguments = {}, but expected {'horizon': '5'}"),
+        ([*evaluate_planner, "here"], "command = 'fit', but expected 'evaluate'"),
+        ([*planner, "--simulations", "2"], "{'simulations': 3}, but expected {'simulations': 2}"),
+    ):
+        assert said in refused(capsys, *words)
 
 
 def test_the_solution_of_another_model(here, capsys):
@@ -145,17 +145,6 @@ def test_arguments_come_back_as_they_were(capsys):
     assert main(["evaluate", *words, "here", "--num-episodes", "4"]) == 0
 
 
-def test_what_decides_the_results_makes_another_run(capsys):
-    words = ["evaluate", LINE_GRID, "horizon=2", "--policy", "pft", "--num-episodes", "2", "--run", "here"]
-    assert main([*words, "--simulations", "3"]) == 0
-    before = Path("here/evaluation.json").read_bytes()
-    said = refused(capsys, *words, "--simulations", "2")
-    assert "made with settings = {'simulations': 3}, but expected {'simulations': 2}" in said
-    said = refused(capsys, *words, "--simulations", "3", "--training-episodes", "5")
-    assert "{'training_episodes': 10000}, but expected {'training_episodes': 5}" in said
-    assert Path("here/evaluation.json").read_bytes() == before
-
-
 @pytest.mark.slow
 def test_the_noted_seed_repeats_the_run(monkeypatch):
     # Thompson sampling: which action is best is found by playing, and what it draws is drawn, too.
@@ -178,18 +167,7 @@ def test_the_noted_seed_repeats_the_run(monkeypatch):
     assert torch.equal(one.rewards, two.rewards)
 
 
-FIT_TILTED = (
-    "fit",
-    LINE_GRID,
-    "horizon=2",
-    "--iterations",
-    "2",
-    "--batch-size",
-    "4",
-    "--likelihood",
-    "exact",
-)
-FIT_TILTED += ("--quiet", "--prior", "0.9,0.1")
+FIT_TILTED = ("fit", LINE_GRID, "horizon=2", *SMALL, "--quiet", "--prior", "0.9,0.1")
 
 
 @pytest.mark.slow

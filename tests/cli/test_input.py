@@ -23,7 +23,6 @@ from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, refused
         (["fit", "json:Coin"], "json has no class 'Coin'; it has no CPOMDP at all"),
         (["fit", "coin.py:NoModel"], "is the class NoModel, but expected a subclass of cpomdp_ppl.CPOMDP"),
         (["fit", "coin.py:constant"], "is a int, but expected a subclass"),
-        (["fit", "coin.py:CPOMDP"], "expected a subclass of cpomdp_ppl.CPOMDP"),
         (["fit", "coin.py"], "model: expected module:Class or file.py:Class, got coin.py"),
         (["fit", "coin.py:Coin"], "Coin needs the argument 'bias': add bias=…"),
         (["fit", "coin.py:Coin", "bais=0.9"], "Coin takes no argument 'bais'; it takes bias, horizon"),
@@ -32,16 +31,11 @@ from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, refused
         (["fit", "coin.py:Coin", "bias=1", "bias=2"], "expected each once, got bias twice"),
         (["fit", "coin.py:Picky", "size=3"], "cannot be made: ValueError: a size of 3 will not do"),
         (["fit", LINE_GRID, "--iterations", "0"], "--iterations: expected a positive integer, got 0"),
-        (["fit", LINE_GRID, "--iterations", "1.5"], "--iterations: expected a positive integer, got 1.5"),
         (["fit", LINE_GRID, "--batch-size", "many"], "--batch-size: expected a positive integer, got many"),
-        (
-            ["fit", LINE_GRID, "--learning-rate", "nan"],
-            "--learning-rate: expected a positive number",
-        ),
+        (["fit", LINE_GRID, "--learning-rate", "nan"], "--learning-rate: expected a positive number"),
         (["fit", LINE_GRID, "--temperature=-1"], "--temperature: expected a number, not negative, got -1"),
         (["fit", LINE_GRID, "--seed", "-3"], "--seed: expected an integer from 0 to 2**32 - 1, got -3"),
         (["fit", LINE_GRID, "--prior", "0.5,0.6"], "--prior: expected probabilities that sum to 1"),
-        (["fit", LINE_GRID, "--prior", "half,half"], "--prior: expected probabilities that sum to 1"),
         (["fit", LINE_GRID, "--prior", "0.2,0.3,0.5", "--quiet"], "prior: expected"),
         (["fit", LINE_GRID, "--likelihood", "magic"], "--likelihood: likelihood: expected one of smc, ekf"),
         (["fit", LINE_GRID, "--likelihood", "smc,num_particles=0"], "num_particles: expected a positive"),
@@ -64,7 +58,6 @@ from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, refused
             ["evaluate", LINE_GRID, "--policy", ":rule"],
             "policy: expected a name, module:name or path/to/file.py:name, got :rule",
         ),
-        (["evaluate", LINE_GRID, "--policy", "nowhere.py:rule"], "there is no file nowhere.py"),
         (["compare", LINE_GRID, "--policies", "sides.py:rule"], "sides.py has no policy 'rule'; it has no"),
         (
             ["compare", LINE_GRID, "--policies", "coin.py:Coin"],
@@ -81,7 +74,6 @@ from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, refused
             ["compare", LINE_GRID, "horizon=3", "--policies", "random,", "qmdp", "a.py:rule"],
             "--policies: expected names joined by commas, without spaces: random,qmdp,a.py:rule",
         ),
-        (["diagnose", "nowhere", "--calibrate", "0"], "--calibrate: expected a positive integer, got 0"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(capsys, words, said):
@@ -89,27 +81,25 @@ def test_bad_input_is_refused_in_a_sentence(capsys, words, said):
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-def test_options_may_stand_between_a_model_and_its_arguments(capsys):
-    assert main(["check", "coin.py:Coin", "--quiet", "bias=0.8"]) == 0
-    assert "Coin: no faults" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("class Coin(", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_what_goes_wrong_in_a_users_file_is_said(capsys, code, said):
+    Path("users.py").write_text(code)
+    assert f"users.py cannot be imported: {said}" in refused(capsys, "check", "users.py:Coin")
+    assert main(["check", "users.py:Coin", "--traceback"]) == 2
+    assert 'users.py", line 1' in capsys.readouterr().err
 
 
-def test_what_goes_wrong_in_a_users_file_is_said(capsys):
-    Path("half.py").write_text("class Coin(\n")
-    assert "half.py cannot be imported: SyntaxError" in refused(capsys, "check", "half.py:Coin")
-    Path("leaves.py").write_text("raise SystemExit(3)\n")
-    assert "leaves.py cannot be imported: SystemExit: 3" in refused(capsys, "check", "leaves.py:Coin")
-    Path("needy.py").write_text("import no_such_package\n")
-    said = refused(capsys, "check", "needy.py:Coin")
-    assert "needy.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in said
-    assert main(["check", "needy.py:Coin", "--traceback"]) == 2
-    assert 'needy.py", line 1' in capsys.readouterr().err
-
-
-def test_a_module_of_the_current_directory():
+def test_a_module_of_the_current_directory_with_options_before_its_arguments():
     Path("module_beside.py").write_text("from cpomdp_ppl.models import LineGrid\n")
     before = list(sys.path)
-    assert main(["check", "module_beside:LineGrid"]) == 0
+    assert main(["check", "module_beside:LineGrid", "--quiet", "horizon=3"]) == 0
     assert sys.path == before
 
 
@@ -141,10 +131,16 @@ def test_version_and_usage(capsys):
     assert "usage: cpomdp [-h] [--version] COMMAND" in capsys.readouterr().out
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """Lines on the progress without a wait."""
+    for name in ("SECONDS_TO_FIRST_LINE", "SECONDS_BETWEEN_LINES"):
+        monkeypatch.setattr(f"cpomdp_ppl.progress.{name}", 0.0)
+
+
 @pytest.mark.slow
-def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
+@pytest.mark.usefixtures("at_once")
+def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys):
     words = ["fit", "coin.py:Coin", "bias=0.8", *SMALL]
     assert main(words) == 0
     err = capsys.readouterr().err
@@ -158,9 +154,8 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", 0.0)
+@pytest.mark.usefixtures("at_once")
+def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_terminal(capsys):
     names, budget = "qmdp,pft,rdpg", ["--simulations", "3", "--training-episodes", "50"]
     episodes = ["--num-episodes", "6", "--planned-episodes", "2"]
     assert main(["compare", "coin.py:Coin", "bias=0.8", "--policies", names, *budget, *episodes]) == 0
