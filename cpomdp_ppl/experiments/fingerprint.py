@@ -165,14 +165,7 @@ def require_same(
     expected: Mapping[str, Any],
     error: type[ValueError] = CheckpointError,
 ) -> None:
-    """Raise unless a file's description of its run is the one expected, naming the first difference.
-
-    Args:
-        path: Path of the file or folder.
-        found: Description that it holds.
-        expected: Description of what is to be run.
-        error: Class of the error.
-    """
+    """Raise unless a file's description of its run is the one expected, naming the first difference."""
     for name in differences(found, expected):
         one, other = found.get(name), expected.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -221,14 +214,14 @@ def _parts(value: Any, seen: Described) -> list[Any]:
         return [members, *contents(kind, getattr(value, "__dict__", None))]
     if isinstance(value, ModuleType):
         return [value.__name__, str(getattr(value, "__version__", None))]
-    if isinstance(value, ReferenceType):
+    if isinstance(value, ReferenceType):  # as LSTMs have to their weights
         return contents(value())
     if isinstance(value, type):
         return _class(value, seen)
     if kind is CodeType:
         return [value.co_code.hex(), *contents(*(getattr(value, name) for name in CODE), value.co_consts)]
     if kind is FunctionType:
-        cells = [_cell_content(cell) for cell in value.__closure__ or ()]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return contents(value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value))
     if isinstance(value, staticmethod | classmethod | property | cached_property):
         return contents(*(getattr(value, name, None) for name in WRAPPED))
@@ -245,16 +238,12 @@ def _parts(value: Any, seen: Described) -> list[Any]:
 
 def _class(kind: type, seen: Described) -> list[Any]:
     """A class by name and version if it is a library's, and else by its attributes."""
-    version = _library_version(kind.__module__)
-    if version is None:
-        functions = (FunctionType, staticmethod, classmethod)
-        own: Any = {
-            name: each
-            for name, each in vars(kind).items()
-            if isinstance(each, functions) or not (name.startswith("__") or name == "_abc_impl")
-        }
-    else:
-        own = version
+    functions = (FunctionType, staticmethod, classmethod)
+    own: Any = _library_version(kind.__module__) or {
+        name: each
+        for name, each in vars(kind).items()
+        if isinstance(each, functions) or not (name.startswith("__") or name == "_abc_impl")
+    }
     # Not by `__qualname__`, which does not survive the way to other processes.
     return [_content(part, seen) for part in (kind.__module__, kind.__name__, kind.__bases__, own)]
 
@@ -265,17 +254,10 @@ def _compared(kind: type, state: Any) -> Any:
         return [_compared(kind, each) for each in state]
     if type(state) is not dict:
         return state
-    ignored = {field.name for field in fields(kind) if not field.compare} if is_dataclass(kind) else set()
+    ignored = {name for name in state if isinstance(getattr(kind, str(name), None), cached_property)}
+    ignored |= {field.name for field in fields(kind) if not field.compare} if is_dataclass(kind) else set()
     ignored |= MODULE_MACHINERY if issubclass(kind, nn.Module) else set()
-    cached = {name for name in state if isinstance(getattr(kind, str(name), None), cached_property)}
-    return {name: each for name, each in state.items() if name not in ignored | cached} or None
-
-
-def _cell_content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing in it yet
-        return None
+    return {name: each for name, each in state.items() if name not in ignored} or None
 
 
 def _library_version(module: str) -> str | None:
@@ -287,7 +269,7 @@ def _library_version(module: str) -> str | None:
         return str(sys.implementation.cache_tag)
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     installed = "site-packages" in file or "dist-packages" in file
-    return str(getattr(sys.modules[top], "__version__", "")) if installed else None
+    return str(getattr(sys.modules[top], "__version__", "unknown")) if installed else None
 
 
 def _hash(content: Any) -> str:

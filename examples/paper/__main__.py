@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpomdp_ppl.cli.options import count
 from cpomdp_ppl.experiments.files import remove_folders, write_text_atomic
 from cpomdp_ppl.experiments.store import Store
 from examples import paper
@@ -47,14 +49,7 @@ def reproduce(
     workers: int = 2,
     progress: Callable[[str], None] = print,
 ) -> int:
-    """Do what is left to do, and write every part that is complete.
-
-    Args:
-        sizes: How much of everything.
-        folder: For tasks, table and figures.
-        only: Names of parts to work on; all if empty.
-        workers: How many processes.
-        progress: Given lines for people.
+    """Do what is left to do (`only` some parts, if any are named), and write every part that is complete.
 
     Returns:
         The exit code: 0, 1 if a task failed, or 130 if Ctrl-C was pressed.
@@ -160,14 +155,6 @@ def listing(sizes: Sizes, folder: Path, only: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def positive(text: str) -> int:
-    """A number of processes."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return number
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -178,29 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in parts(QUICK)]
     parser.add_argument("--quick", action="store_true", help="smaller sizes, in a folder of their own")
     parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="where (runs/paper)")
-    parser.add_argument("--workers", type=positive, default=2, help="processes (2)")
+    parser.add_argument("--workers", type=count, default=2, help="processes (2)")
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and do nothing")
-    parser.add_argument(
-        "--clean",
-        action="store_true",
-        help="delete what other code or sizes left here, and do nothing else",
-    )
+    clean_help = "delete what other code or sizes left here, and do nothing else"
+    parser.add_argument("--clean", action="store_true", help=clean_help)
     options = parser.parse_args(arguments)
     sizes, folder = (QUICK, options.out / "quick") if options.quick else (FULL, options.out / "full")
-    if options.list:
-        print(listing(sizes, folder, options.only))
+    if options.list or options.clean:
+        print(listing(sizes, folder, options.only) if options.list else clean(sizes, folder))
         return 0
-    if options.clean:
-        print(clean(sizes, folder))
-        return 0
-    return reproduce(
-        sizes,
-        folder,
-        only=options.only,
-        workers=options.workers,
-        progress=lambda line: print(line, flush=True),
-    )
+    progress = partial(print, flush=True)
+    return reproduce(sizes, folder, only=options.only, workers=options.workers, progress=progress)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,7 @@ WINDOW = 1000
 
 
 def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Figure 3: return, entropy and regret against episodes learned from; mean and s.d. over seeds.
-
-    Args:
-        curves: For every learner, the outcomes of its fits.
-    """
+    """Figure 3: return, entropy and regret of each learner's fits by episodes; mean and s.d. over seeds."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     axes = figure.subplots(1, 3)
     for name, fits in curves.items():
@@ -50,8 +46,7 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     labels = ("return", "H(C|Y) in bits", "regret")
     for axis, label in zip(axes, labels, strict=True):
         axis.set(title=label, xlabel="episodes learned from", xscale="log")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain(axis)
     axes[1].set_xlabel(f"episodes learned from; means over the last {WINDOW:,}; bands: s.d. over seeds")
     axes[1].set_ylim(bottom=0.0)
     axes[2].set_ylim(bottom=0.0)
@@ -61,12 +56,7 @@ def convergence(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
 
 
 def smoothed(curve: Mapping[str, Any], quantity: str) -> Any:
-    """At every point of a curve, the mean over the last `WINDOW` episodes; what was not measured is left out.
-
-    Args:
-        curve: Outcome of a fit: `"episodes"` learned from, which rise, and what was measured after them.
-        quantity: Which.
-    """
+    """At every point of a curve, the mean over the last `WINDOW` episodes, of what was measured."""
     episodes, values = (np.array(curve[name], dtype=float) for name in ("episodes", quantity))
     known = np.isfinite(values)
     sums, counts = (np.append(0.0, np.cumsum(x)) for x in (np.where(known, values, 0.0), known))
@@ -76,12 +66,7 @@ def smoothed(curve: Mapping[str, Any], quantity: str) -> Any:
 
 
 def variance_ratios(entropy: Mapping[str, Measured], returns: Mapping[str, Measured]) -> Figure:
-    """Figure 4: entropy and return for every variance ratio; bars are the s.d. over seeds.
-
-    Args:
-        entropy: By ratio.
-        returns: By ratio.
-    """
+    """Figure 4: entropy and return by variance ratio; bars are the s.d. over seeds."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots(1, 2)
     shown = {"H(C|Y) in bits": entropy, "return": returns}
@@ -92,19 +77,13 @@ def variance_ratios(entropy: Mapping[str, Measured], returns: Mapping[str, Measu
         axis.errorbar(list(measured), means, bars, color=colour, marker="o", lw=1.6, capsize=5)
         axis.set(title=label, xlabel="dark : light variance; bars are the s.d. over seeds")
         axis.margins(x=0.15)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain(axis)
     axes[0].set_ylim(bottom=0.0)
     return figure
 
 
 def policies(played: Mapping[str, Mapping[str, Any]], first: str) -> Figure:
-    """Figure 5: one policy in either context above, all of them below, with their mean as a thick line.
-
-    Args:
-        played: Trajectories, by policy.
-        first: Which one is above.
-    """
+    """Figure 5: the first policy in either context above, all below, with their means as thick lines."""
     names = played[first]["context_names"]
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
@@ -123,8 +102,7 @@ def policies(played: Mapping[str, Mapping[str, Any]], first: str) -> Figure:
             axis.axhspan(*((1, 25) if c == 0 else (-25, -1)), color=COLOURS[6], alpha=0.22, lw=0)
             axis.axhline(0, color=GREY, lw=0.8)
             axis.set_ylim(-23, 23)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axis.spines[["top", "right"]].set_visible(False)
+            plain(axis, steps=True, grid=False)
     for axis in axes[:, 0]:
         axis.set_ylabel("position; yellow is rewarded")
     legend = figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -149,9 +127,7 @@ def line_grid(played: Mapping[str, Any]) -> Figure:
         above.set_title(context, fontsize=11)
         below.set(xlabel="time", ylim=(-0.03, 1.03))
         for axis in (above, below):
-            axis.grid(alpha=0.3)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axis.spines[["top", "right"]].set_visible(False)
+            plain(axis, steps=True)
     axes[0, 0].set_ylabel("cell, until a target is collected")
     axes[1, 0].set_ylabel("P(true context | history)")
     return figure
@@ -161,3 +137,12 @@ def paths_in(played: Mapping[str, Any], context: int) -> Any:
     """States of the episodes in a context, `[n, T + 1]`."""
     states = np.array(played["states"], dtype=float)
     return states[np.array(played["contexts"]) == context]
+
+
+def plain(axis: Any, *, steps: bool = False, grid: bool = True) -> None:
+    """Axes without a frame; with whole numbers below if they are steps."""
+    axis.spines[["top", "right"]].set_visible(False)
+    if steps:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if grid:
+        axis.grid(alpha=0.3)

@@ -150,15 +150,7 @@ def run(
     """Do what is not done yet, in several processes, the longest first.
 
     A task that fails stops only those that need it. What needs a task is done after it in the same process.
-
-    Args:
-        tasks: Tasks with all that they need, each once.
-        results: Where outcomes are kept.
-        workers: Number of processes; one is this process itself.
-        progress: Given a line for every task that is over.
-
-    Returns:
-        What went wrong, by the names of tasks.
+    Returned is what went wrong, by the names of tasks.
     """
     chains: dict[str, list[Task]] = {}
     for task in tasks:

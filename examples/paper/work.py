@@ -169,19 +169,13 @@ def make_policy(model: CPOMDP, settings: Mapping[str, Any], need: Path | None) -
         from baselines import pomcp  # an extra
 
         return getattr(pomcp, kind)(model, **rest), ""
-    if kind == "PFT":
-        return PFT(model, **rest), ""
-    if kind == "QMDP":
-        return QMDP(model, **rest), ""
     if kind == "random":
         return RandomPolicy(model.num_actions), ""
-    if kind == "always":
-        return Always(model, rest["action"]), ""
     if kind == "told":
         return ContextKnown(model, [Always(model, action) for action in rest["actions"]]), ""
     if kind == "approach, observe, commit":
         return tuned_rule(model, **rest)
-    raise ValueError(f"kind: expected a policy, got {kind}")
+    return {"PFT": PFT, "QMDP": QMDP, "always": Always}[kind](model, **rest), ""
 
 
 def load_rdpg(model: CPOMDP, folder: Path) -> rdpg.RecurrentPolicy:

@@ -19,7 +19,7 @@ EVIL = "</script><script>document.title = 'broken'</script><img src=x onerror=\"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def chromium(tmp_path_factory):
     path = find_chromium()
     if path is None:
         missing = "no Chromium found: install chromium, or set CHROMIUM to the path of one"
@@ -28,6 +28,14 @@ def browser(tmp_path_factory):
         pytest.skip(missing)
     with Chromium(path, tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
+
+
+@pytest.fixture
+def browser(chromium):
+    """The browser, which must have no complaints at the end."""
+    chromium.complaints.clear()
+    yield chromium
+    assert chromium.complaints == []
 
 
 LONG = "WWWW measure the magnetometer’s offset again and then wait for the other one"
@@ -61,11 +69,17 @@ def light_dark(tmp_path_factory):
 @pytest.fixture
 def page(browser, light_dark):
     """Light–Dark's page, just opened."""
-    browser.complaints.clear()
     browser.requests.clear()
     browser.open(light_dark)
-    yield browser
-    assert browser.complaints == []
+    return browser
+
+
+def sections(browser):
+    return browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
+
+
+def texts(browser, selector):
+    return browser.evaluate(f"[...document.querySelectorAll('{selector}')].map((each) => each.textContent)")
 
 
 def text(browser, selector):
@@ -83,9 +97,8 @@ def clock(browser):
 
 
 def test_it_draws_everything_and_loads_nothing(page, light_dark, tmp_path):
-    sections = page.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "player", "convergence", "diagnostics", "configuration"]
-    cells = page.evaluate("[...document.querySelectorAll('#diagnostics td')].map((each) => each.textContent)")
+    assert sections(page) == ["headline", "player", "convergence", "diagnostics", "configuration"]
+    cells = texts(page, "#diagnostics td")
     assert cells == ["b", "7", "1.500", "a", "401", "1.000"]
     assert page.requests == [light_dark.absolute().as_uri()]
     assert text(page, "h1") == "LightDark"
@@ -188,7 +201,6 @@ def test_what_is_shown_is_what_was_recorded(page):
 
 
 def test_narrow_and_dark(browser, light_dark):
-    browser.complaints.clear()
     browser.open(light_dark, width=390, height=800, dark=True)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390  # nothing sticks out
     back, ink = (
@@ -199,18 +211,15 @@ def test_narrow_and_dark(browser, light_dark):
     before = picture(browser)
     browser.click("#forward")
     assert picture(browser) != before
-    assert browser.complaints == []
 
 
 @pytest.mark.parametrize("model", [LineGrid, ContextualTiger, Beacons], ids=lambda model: model.__name__)
 def test_other_models(browser, tmp_path, model):
-    browser.complaints.clear()
     made = model(horizon=5)
     # One whose policy gives actions, without probabilities.
     policy = RandomPolicy(5) if model is Beacons else lambda history: torch.zeros(history.num_episodes).long()
     browser.open(report(tmp_path / "run", made, policy, results=False))
-    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["player", "configuration"]
+    assert sections(browser) == ["player", "configuration"]
     start = picture(browser)
     browser.press("End")
     assert picture(browser) != start
@@ -225,9 +234,8 @@ def test_other_models(browser, tmp_path, model):
     else:
         assert browser.evaluate("document.querySelector('#part') === null")
         browser.press("Home")
-        headings = browser.evaluate("[...document.querySelectorAll('.why th')].map((e) => e.textContent)")
+        headings = texts(browser, ".why th")
         assert "Policy" not in headings
-    assert browser.complaints == []
 
 
 def test_the_number_above_a_curve_is_its_end(page):
@@ -252,7 +260,6 @@ def test_long_names_and_wide_tables(browser, tmp_path):
     class Wordy(LineGrid):
         actions = (LONG, "WWWWWWWWWWWWWW", "right")
 
-    browser.complaints.clear()
     folder = tmp_path / "run"
     report(folder, Wordy(horizon=3), RandomPolicy(3))
     columns = {f"column {k}": [1.25, 2.5] for k in range(9)}
@@ -276,7 +283,6 @@ def test_long_names_and_wide_tables(browser, tmp_path):
     browser.evaluate(f"{last}.scrollLeft = 1e5")
     browser.settle()
     assert not browser.evaluate(f"{last}.classList.contains('more')")  # there is no more
-    assert browser.complaints == []
 
 
 def test_a_single_context(browser, tmp_path):
@@ -291,16 +297,13 @@ def test_a_single_context(browser, tmp_path):
         def context_known_return(self):
             return None
 
-    browser.complaints.clear()
     browser.open(report(tmp_path / "run", Sure(horizon=3), RandomPolicy(3), results=False))
     assert "context" not in text(browser, "#said")
     assert text(browser, "#belief li").endswith("100\u00a0%")
-    assert browser.complaints == []
 
 
 def test_every_section(browser, tmp_path):
     """Calibration, Algorithm 1 and figures of one's own, in words and numbers."""
-    browser.complaints.clear()
     folder = tmp_path / "run"
     report(folder, LineGrid())
     opened = RunFolder.open(folder)
@@ -314,15 +317,20 @@ def test_every_section(browser, tmp_path):
     figure.subplots().plot([0, 1])
     opened.write_figure("mine", figure)
     browser.open(write_report(folder, model=LineGrid()))
-    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "algorithm1", "convergence", "diagnostics", "others", "configuration"]
+    assert sections(browser) == [
+        "headline",
+        "algorithm1",
+        "convergence",
+        "diagnostics",
+        "others",
+        "configuration",
+    ]
     assert text(browser, "#diagnostics p.warning").startswith("The filter “smc” is not calibrated: contexts")
-    cells = browser.evaluate("[...document.querySelectorAll('#diagnostics tr td')].map((e) => e.textContent)")
+    cells = texts(browser, "#diagnostics tr td")
     assert cells[:4] == ["contexts", "9", "<\u00a00.0001", "uneven"]
-    cells = browser.evaluate("[...document.querySelectorAll('#algorithm1 td')].map((e) => e.textContent)")
+    cells = texts(browser, "#algorithm1 td")
     assert cells == ["1", "1", "1.00", "0.721", "0.500", "2", "1", "2.50", "0.000", "1.000"]
     browser.wait("document.querySelector('#others img').naturalWidth > 100")
-    assert browser.complaints == []
 
 
 def test_names_cannot_break_out(browser, tmp_path):
@@ -331,20 +339,15 @@ def test_names_cannot_break_out(browser, tmp_path):
         actions = (EVIL, "right", "sense")
 
     Evil.__doc__ = EVIL
-    browser.complaints.clear()
     browser.open(report(tmp_path / "run", Evil(horizon=3), RandomPolicy(3)))
     browser.press("End")
     assert browser.evaluate("document.title") == "Evil"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert text(browser, "#lead") == EVIL
     assert text(browser, "#belief li .top span").startswith(EVIL)
-    assert browser.complaints == []
 
 
 def test_a_page_without_episodes(browser, tmp_path):
-    browser.complaints.clear()
     browser.open(report(tmp_path / "run", LineGrid()))
-    sections = browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)")
-    assert sections == ["headline", "convergence", "diagnostics", "configuration"]
+    assert sections(browser) == ["headline", "convergence", "diagnostics", "configuration"]
     browser.press("ArrowRight")
-    assert browser.complaints == []

@@ -5,22 +5,18 @@ from __future__ import annotations
 import enum
 import importlib.util
 import math
-import os
-import random
-import re
 import subprocess
 import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch import nn
 
 from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.experiments.fingerprint import (
@@ -35,8 +31,7 @@ from cpomdp_ppl.experiments.fingerprint import (
 )
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from solvers.cids.policy import LSTMPolicy
-
-ROOT = Path(__file__).parents[2]
+from tests.children import environment, python
 
 
 @dataclass
@@ -45,100 +40,32 @@ class Plain:
     note: str = field(default="", compare=False)
 
 
-class Further(Plain):
-    def __init__(self, w):
-        super().__init__(1)
-        self.w = w
-
-
 @dataclass(frozen=True, slots=True)
 class Slotted:
     a: int
     note: str = field(default="", compare=False)
 
 
-class Keeping:
-    __slots__ = ("a",)
-
-    def __init__(self, a):
-        self.a = a
-
-
-class Named(dict):
-    def __init__(self, name, *arguments):
-        super().__init__(*arguments)
-        self.name = name
-
-
-@dataclass(eq=False)
-class Layer(nn.Module):
-    a: int = 1
-
-    def __post_init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-
-def layer(weight):
-    value = Layer()
-    nn.init.constant_(value.weight, weight)
-    return value
-
-
 def closing_over(value):
     return lambda a: (value, a)
-
-
-def with_attribute(k):
-    def function(a):
-        return a
-
-    function.scale = k
-    return function
-
-
-def times(factor):
-    def decorator(function):
-        @wraps(function)
-        def inside(a):
-            return factor * function(a)
-
-        return inside
-
-    return decorator(abs)
 
 
 DIFFERENT = {
     "integers": lambda k: k,
     "floats": lambda k: 0.5 * k,
-    "texts": lambda k: f"a{k}",
-    "bytes": lambda k: bytes([k]),
     "tensors": lambda k: torch.tensor([1.0, k]),
-    "arrays": lambda k: np.array([1, k]),
     "objects in arrays": lambda k: np.array([k, "a"], dtype=object),
-    "shapes": lambda k: torch.zeros(2, 1) if k else torch.zeros(1, 2),
     "dtypes": lambda k: torch.zeros(2, dtype=torch.float64 if k else torch.float32),
-    "gradients": lambda k: torch.zeros(2, requires_grad=bool(k)),
     "models": lambda k: LineGrid(horizon=3 + k),
     "networks": lambda k: LSTMPolicy(LineGrid(), hidden=4, seed=k),
-    "modules that are dataclasses": layer,
     "frames": lambda k: pd.DataFrame({"a": [1, k], "word": ["x", "y"]}),
     "generators": np.random.default_rng,
-    "generators of torch": lambda k: torch.Generator().manual_seed(k),
-    "generators of Python": random.Random,
-    "patterns": lambda k: re.compile(f"a{k}"),
-    "subclasses of a dataclass": Further,
     "slots of a dataclass": Slotted,
-    "slots": Keeping,
-    "attributes of a dict": lambda k: Named(k, {"a": 1}),
     "closures": closing_over,
     "modules in closures": lambda k: closing_over(np if k else math),
     "defaults": lambda k: lambda a, b=k: a,
     "cached functions": lambda k: lru_cache(lambda x: (x, k)),
-    "attributes of a function": with_attribute,
-    "decorators": times,
     "partials": lambda k: partial(max, k),
-    "methods": lambda k: Plain(k).__init__,
     "nested": lambda k: {"a": ({"b": [Plain(k)]},)},
 }
 
@@ -329,9 +256,8 @@ values = [
 
 
 def said(code, hash_seed, sent=b""):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
-    words = [sys.executable, "-c", code]
-    return subprocess.run(words, env=environment, input=sent, capture_output=True, check=True).stdout
+    settings = {"env": environment(PYTHONHASHSEED=hash_seed), "input": sent, "capture_output": True}
+    return subprocess.run(python(code), check=True, **settings).stdout
 
 
 @pytest.mark.slow

@@ -50,10 +50,7 @@ class Parsed(HTMLParser):
     def data(self):
         (text,) = [text for attributes, text in self.scripts if attributes.get("type") == "application/json"]
 
-        def reject(constant):
-            raise AssertionError(f"{constant} is not JSON")
-
-        return json.loads(text, parse_constant=reject)
+        return json.loads(text, parse_constant=pytest.fail)
 
 
 def new_run(path, **further) -> RunFolder:
@@ -127,8 +124,10 @@ def full(tmp_path):
 
 
 @pytest.mark.slow
-def test_everything_is_on_the_page(full):
-    data = written(full.path, policy=RandomPolicy(3)).data
+def test_everything_is_on_the_page(full, tmp_path):
+    data = written(full.path, policy=RandomPolicy(3), policy_name="qmdp", output=tmp_path / "page.html").data
+    assert not (full.path / "report.html").exists()
+    assert data["played_by"] == "qmdp"
     assert data["title"] == "LineGrid"
     assert data["lead"].startswith("A robot in a row of cells")
     assert "unfinished" not in data
@@ -190,16 +189,13 @@ def test_what_is_missing_is_left_out(full, missing):
 
 
 def test_an_empty_run_has_its_configuration_alone(tmp_path):
-    new_run(tmp_path / "run").finish()
+    new_run(tmp_path / "run")
+    assert "not finished" in written(tmp_path / "run").data["unfinished"]
+    RunFolder.open(tmp_path / "run", unfinished=True).finish()
     data = written(tmp_path / "run").data
     assert not {"headline", "player", "algorithm1", "convergence", "diagnostics"} & set(data)
     assert data["pictures"] == {}
     assert [part["title"] for part in data["configuration"]] == ["Run", "Settings", "Versions"]
-
-
-def test_an_unfinished_run_says_so(tmp_path):
-    new_run(tmp_path / "run")
-    assert "not finished" in written(tmp_path / "run").data["unfinished"]
 
 
 def test_names_cannot_break_out(full):
@@ -276,9 +272,7 @@ def test_regret_that_is_not_known_is_bounded(full):
     numbers = {each["name"]: each for each in written(full.path).data["headline"]["numbers"]}
     assert "Regret" not in numbers
     assert numbers["Regret, at most"]["value"] == f"{100 - found.returns.mean:.2f}"
-    assert (
-        "behind 100.00, the most that knowing all of the state can earn" in numbers["Regret, at most"]["more"]
-    )
+    assert "behind 100.00, the most that knowing all of" in numbers["Regret, at most"]["more"]
 
 
 def test_an_evaluation_of_one_episode_has_no_errors(full):
@@ -301,9 +295,6 @@ def test_calibration_in_words(full):
         ["observations: z", 0, None, "never seen"],
     ]
     assert found["calibrated"] is False
-    (full.path / "calibration.json").write_text('{"verdict": 3}')
-    with pytest.raises(RunFolderError, match=r"calibration\.json is damaged"):
-        write_report(full.path, model=LineGrid())
 
 
 def test_algorithm_1_by_episode(full):
@@ -325,9 +316,6 @@ def test_algorithm_1_by_episode(full):
     found = written(full.path).data["algorithm1"]
     assert found["columns"] == ["Episode", "Runs", "Return", "Standard error", "H(C|history), bits"]
     assert found["sentence"] == "After 2 episodes, 0.250 bits are open on average."
-    full.write_table("algorithm_1.csv", {"episode": [1]})
-    with pytest.raises(RunFolderError, match=r"algorithm_1\.csv is damaged"):
-        write_report(full.path, model=LineGrid())
 
 
 @pytest.mark.slow
@@ -358,13 +346,6 @@ def test_figures_are_where_they_belong(full):
     assert "two standard errors" in figure["note"]
 
 
-def test_who_plays_is_named(full):
-    """Episodes may be another's than those that were judged."""
-    assert written(full.path, policy=RandomPolicy(3), policy_name="qmdp").data["played_by"] == "qmdp"
-    assert "played_by" not in written(full.path, policy=RandomPolicy(3)).data
-    assert "played_by" not in written(full.path, policy_name="qmdp").data  # nobody does
-
-
 def test_long_histories_are_thinned_to_means(full):
     n = 1200
     full.write_table("history.csv", {"iteration": range(1, n + 1), "return": [k % 3 for k in range(n)]})
@@ -375,21 +356,18 @@ def test_long_histories_are_thinned_to_means(full):
     assert set(curves["series"][0]["values"]) == {1.0}
 
 
-def test_where_the_page_goes(full, tmp_path):
-    assert write_report(full.path, model=LineGrid()) == full.path / "report.html"
-    elsewhere = tmp_path / "page.html"
-    assert write_report(full.path, model=LineGrid(), output=elsewhere) == elsewhere
-    assert elsewhere.read_bytes() == (full.path / "report.html").read_bytes()
+DAMAGE = {
+    "evaluation.json": '{"returns": 3}',
+    "calibration.json": '{"verdict": 3}',
+    "algorithm_1.csv": "episode\n1\n",
+}
 
 
-def test_folders_that_will_not_do(full, tmp_path):
-    with pytest.raises(RunFolderError, match="is not a run folder"):
-        write_report(tmp_path / "none", model=LineGrid())
-    (full.path / "evaluation.json").write_text('{"returns": 3}')
-    with pytest.raises(RunFolderError, match=r"evaluation\.json is damaged"):
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_named(full, name):
+    (full.path / name).write_text(DAMAGE[name])
+    with pytest.raises(RunFolderError, match=f"{re.escape(name)} is damaged"):
         write_report(full.path, model=LineGrid())
-    with pytest.raises(ValueError, match="model: expected an instance"):
-        write_report(full.path, model=LineGrid)
 
 
 def test_values_are_put_in_once():

@@ -181,18 +181,6 @@ def test_contexts_are_balanced_among_those_that_are_possible():
     assert bool(torch.isfinite(sure.expected_information).all())
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_and_leaves_the_caller_alone(model):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    settings = dict(num_episodes=2, num_particles=5, num_outcomes=2, seed=3)
-    first, again = (record(model, RandomPolicy(model.num_actions), **settings) for _ in range(2))
-    assert torch.equal(before, torch.get_rng_state())
-    assert first.as_dict() == again.as_dict()
-    other = record(model, RandomPolicy(model.num_actions), **{**settings, "seed": 4})
-    assert first.as_dict() != other.as_dict()
-
-
 def test_as_json(model):
     """Plain, finite, rounded, and with what happened in it."""
     B, T, C, A = 3, model.horizon, model.num_contexts, model.num_actions
