@@ -19,17 +19,31 @@ function furnished(node, attributes, children) {
   return node;
 }
 
+// Shapes, by where they are, how large, and in which colour.
+const line = (x1, x2, y1, y2, stroke) => svg("line", {x1, x2, y1, y2, stroke});
+const words = (x, y, anchor, text) => svg("text", {x, y, "text-anchor": anchor}, text);
+const dot = (cx, cy, r, fill, more = {}) => svg("circle", {cx, cy, r, fill, ...more});
+const stroke = (d, colour, width, more = {}) =>
+  svg("path", {d, fill: "none", stroke: colour, "stroke-width": width, "stroke-linejoin": "round", ...more});
+const diamond = (x, y, r, more = {}, ...children) => svg(
+  "path", {d: `M${x} ${y - r}l${r} ${r}l${-r} ${r}l${-r} ${-r}z`, fill: "var(--seen)", stroke: "var(--halo)", ...more}, ...children);
+const box = (x, y, width, height, fill, more = {}) =>
+  svg("rect", {x, y, width: Math.max(width, 1), height: Math.max(height, 1), fill, ...more});
+const route = (points) => points.map(([x, y], k) => `${k ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+
 // ---------------------------------------------------------------- numbers
 function say(x, digits = 3) {
   if (x === null || x === undefined) return "–";
   if (typeof x !== "number") return String(x);
   if (Number.isInteger(x) && Math.abs(x) < 1e7) return x.toLocaleString("en").replace("-", "−");
   const size = Math.abs(x);
-  const text = size !== 0 && (size < 1e-3 || size >= 1e7) ? x.toExponential(2) : String(Number(x.toPrecision(Math.max(digits, Math.ceil(Math.log10(size + 1))))));
-  return text.replace("-", "−");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return x.toExponential(2).replace("-", "−");
+  return String(Number(x.toPrecision(Math.max(digits, Math.ceil(Math.log10(size + 1)))))).replace("-", "−");
 }
-const fixed = (x, places) => x === null || x === undefined ? "–" : Number(x).toFixed(places).replace(/^-(0(?:\.0*)?)$/, "$1").replace("-", "−");
-const percent = (p) => p === null ? "–" : p > 0 && p < .005 ? "<\u00a01\u00a0%" : p < 1 && p > .995 ? ">\u00a099\u00a0%" : `${Math.round(100 * p)}\u00a0%`;
+const fixed = (x, places) => x === null || x === undefined ? "–"
+  : Number(x).toFixed(places).replace(/^-(0(?:\.0*)?)$/, "$1").replace("-", "−");
+const percent = (p) => p === null ? "–" : p > 0 && p < .005 ? "<\u00a01\u00a0%"
+  : p < 1 && p > .995 ? ">\u00a099\u00a0%" : `${Math.round(100 * p)}\u00a0%`;
 function ticks(low, high, about) {
   const raw = (high - low) / Math.max(about, 1) || 1, power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= raw * .999);
@@ -131,7 +145,8 @@ function convergence(part, found) {
     onResize(picture, draw);
   }
   const size = found.batches_per_point, around = size * (2 * reach(found.iteration.length) + 1);
-  const note = `Thin: ${size === 1 ? "each batch" : `means of ${size} batches`}. Thick, and the number above: the mean over the ${around} iterations around, or as many of them as there are.`;
+  const note = `Thin: ${size === 1 ? "each batch" : `means of ${size} batches`}. Thick, and the number above: `
+    + `the mean over the ${around} iterations around, or as many of them as there are.`;
   part.append(charts);
   if (found.series.some((series) => series.noisy)) part.append(html("p", {class: "note"}, note));
 }
@@ -140,20 +155,21 @@ function curve(picture, xs, series, reading) {
   const ys = series.values;
   const [lowest, high] = extent(series.reference === null ? ys : [...ys, series.reference]);
   const low = series.name === "entropy" ? 0 : lowest, marks = ticks(low, high, 4);
-  const W = picture.clientWidth || 320, H = 206, left = 10 + Math.max(...marks.map((v) => widthOf(say(v)))), bottom = 42, top = 8, right = 8;
+  const W = picture.clientWidth || 320, H = 206, bottom = 42, top = 8, right = 8;
+  const left = 10 + Math.max(...marks.map((v) => widthOf(say(v))));
   const x = linear(xs[0], xs[xs.length - 1], left, W - right), y = linear(low, high, H - bottom, top);
   picture.setAttribute("viewBox", `0 0 ${W} ${H}`);
   picture.replaceChildren();
   for (const v of marks) picture.append(
-    svg("line", {x1: left, x2: W - right, y1: y(v), y2: y(v), stroke: "var(--grid)"}),
-    svg("text", {x: left - 7, y: y(v) + 4, "text-anchor": "end"}, say(v)));
+    line(left, W - right, y(v), y(v), "var(--grid)"),
+    words(left - 7, y(v) + 4, "end", say(v)));
   for (const v of ticks(xs[0], xs[xs.length - 1], W / 60)) picture.append(
-    svg("text", {x: x(v), y: H - bottom + 18, "text-anchor": "middle"}, say(v)));
-  picture.append(svg("text", {x: (left + W - right) / 2, y: H - 5, "text-anchor": "middle"}, "iteration"));
+    words(x(v), H - bottom + 18, "middle", say(v)));
+  picture.append(words((left + W - right) / 2, H - 5, "middle", "iteration"));
   const path = (values) => {
-    let d = "", pen = false;
-    values.forEach((v, k) => { if (v === null) { pen = false; return; } d += `${pen ? "L" : "M"}${x(xs[k]).toFixed(1)} ${y(v).toFixed(1)}`; pen = true; });
-    return d;
+    const pieces = [[]];  // without what was not measured
+    values.forEach((v, k) => v === null ? pieces.push([]) : pieces.at(-1).push([x(xs[k]), y(v)]));
+    return pieces.map(route).join("");
   };
   const window = reach(ys.length);
   const smooth = !series.noisy ? ys : ys.map((_, k) => {
@@ -161,10 +177,10 @@ function curve(picture, xs, series, reading) {
     return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
   });
   if (series.reference !== null) picture.append(
-    svg("line", {x1: left, x2: W - right, y1: y(series.reference), y2: y(series.reference), stroke: "var(--soft)", "stroke-dasharray": "4 4"}),
-    svg("text", {x: W - right, y: y(series.reference) + 15, "text-anchor": "end"}, series.reference_label));
-  picture.append(svg("path", {d: path(ys), fill: "none", stroke: "var(--accent)", "stroke-width": series.noisy ? 1 : 2, opacity: series.noisy ? .35 : 1}));
-  if (series.noisy) picture.append(svg("path", {d: path(smooth), fill: "none", stroke: "var(--accent)", "stroke-width": 2.2, "stroke-linejoin": "round"}));
+    stroke(`M${left} ${y(series.reference)}H${W - right}`, "var(--soft)", 1, {"stroke-dasharray": "4 4"}),
+    words(W - right, y(series.reference) + 15, "end", series.reference_label));
+  picture.append(stroke(path(ys), "var(--accent)", series.noisy ? 1 : 2, {opacity: series.noisy ? .35 : 1}));
+  if (series.noisy) picture.append(stroke(path(smooth), "var(--accent)", 2.2));
   const mark = svg("circle", {r: 4, fill: "var(--accent)", stroke: "var(--halo)", visibility: "hidden"});
   picture.append(mark);
   const last = ys.length - 1;
@@ -197,24 +213,29 @@ function unpacked(packed) {
   const bytes = Uint8Array.from(atob(packed.levels), (c) => c.charCodeAt(0));
   const view = new DataView(bytes.buffer), unit = (packed.high - packed.low) / 65535;
   const strides = packed.shape.map((_, k) => packed.shape.slice(k + 1).reduce((a, b) => a * b, 1));
-  return {shape: packed.shape, at: (...index) => packed.low + unit * view.getUint16(2 * index.reduce((sum, i, k) => sum + i * strides[k], 0), true)};
+  const place = (index) => 2 * index.reduce((sum, i, k) => sum + i * strides[k], 0);
+  return {shape: packed.shape, at: (...index) => packed.low + unit * view.getUint16(place(index), true)};
 }
 
 function player(run) {
   const fragment = byId("player-template").content.cloneNode(true);
   const get = (id) => fragment.getElementById(id);
-  const [picture, slider, clock, said, saw, belief, why, episodes, parts] = ["picture", "time", "clock", "said", "saw", "belief", "why", "episode", "part"].map(get);
+  const [picture, slider, clock, said, saw] = ["picture", "time", "clock", "said", "saw"].map(get);
+  const [belief, why, episodes, parts] = ["belief", "why", "episode", "part"].map(get);
   const playShape = get("play-shape"), play = get("play"), entropyText = get("entropy"), decision = get("decision");
   const buttons = {first: get("first"), back: get("back"), forward: get("forward"), last: get("last")};
   const legend = get("legend"), root = get("player"), T = run.horizon, C = run.contexts.length, A = run.actions.length;
   for (const part of run.parts) if (part.cloud) part.cloud = unpacked(part.cloud);
   const returns = run.reward.map((each) => each.reduce((sum, r) => sum + r, 0));
-  run.true_context.forEach((c, b) => episodes.append(html("option", {value: b}, `${b + 1}: ${run.contexts[c]}, return ${say(returns[b])}`)));
+  run.true_context.forEach((c, b) => episodes.append(
+    html("option", {value: b}, `${b + 1}: ${run.contexts[c]}, return ${say(returns[b])}`)));
   run.parts.forEach((part, k) => parts.append(html("option", {value: k}, part.name)));
   if (run.parts.length < 2) get("part-label").remove();
   slider.max = T;
   if (data.played_by) get("played-by").textContent = `played by ${data.played_by}`; else get("played-by").remove();
-  get("player-note").textContent = `Beliefs are those of the filter “${run.likelihood}”. Reward and information are those of one step alone, which is not all that a policy that looks ahead goes by: the expected reward, and what the step is expected to tell about the context, estimated from outcomes that the filter tried out.`;
+  get("player-note").textContent = `Beliefs are those of the filter “${run.likelihood}”. Reward and information are `
+    + "those of one step alone, which is not all that a policy that looks ahead goes by: the expected reward, and "
+    + "what the step is expected to tell about the context, estimated from outcomes that the filter tried out.";
   const hasProbabilities = run.action_probabilities.some((each) => each.some((row) => row[0] !== null));
   decision.querySelector("thead").append(html("tr", {}, html("th", {scope: "col"}, "Action"),
     hasProbabilities ? html("th", {scope: "col", class: "policy"}, "Policy") : null,
@@ -235,13 +256,19 @@ function player(run) {
     });
   });
 
+  const mark = () => html("span", {class: "true"}, "true");
+  const bar = (tag, share, more = {}) => html(tag, {class: "track", "aria-hidden": "true"},
+    html("div", {class: "fill", style: {width: `${100 * share}%`, ...more}}));
+
   function explain() {
     const names = run.contexts, p = run.posterior[b][t], best = p.indexOf(Math.max(...p));
     const words = [];
     if (t > 0) {
       words.push(`It chose “${run.actions[run.action[b][t - 1]]}” and ${whatSeen(t) ? "saw " + whatSeen(t) : "saw nothing"}.`);
     } else words.push(whatSeen(0) ? `Before the first action it saw ${whatSeen(0)}.` : "Nothing has been seen yet.");
-    if (C > 1) words.push(Math.max(...p) - Math.min(...p) < .01 ? "Every context is as likely as the others." : `It takes the context to be “${names[best]}” (${percent(p[best])})${best === run.true_context[b] ? ", which is true" : ", which is wrong"}.`);
+    const judged = best === run.true_context[b] ? "true" : "wrong";
+    if (C > 1) words.push(Math.max(...p) - Math.min(...p) < .01 ? "Every context is as likely as the others."
+      : `It takes the context to be “${names[best]}” (${percent(p[best])}), which is ${judged}.`);
     if (t < T) {
       const a = run.action[b][t], q = run.action_probabilities[b][t][a];
       words.push(`Now: “${run.actions[a]}”${q === null ? "" : ` (${percent(q)})`}, for a reward of ${say(run.reward[b][t])}.`);
@@ -268,15 +295,18 @@ function player(run) {
     belief.replaceChildren(...run.contexts.map((name, c) => {
       const p = run.posterior[b][t][c];
       return html("li", {},
-        html("div", {class: "top"}, html("span", {}, name, c === run.true_context[b] ? html("span", {class: "true"}, "true") : null), html("span", {}, percent(p))),
-        html("div", {class: "track", "aria-hidden": "true"}, html("div", {class: "fill", style: {width: `${100 * p}%`, background: colour(c)}})));
+        html("div", {class: "top"}, html("span", {}, name, c === run.true_context[b] ? mark() : null),
+          html("span", {}, percent(p))),
+        bar("div", p, {background: colour(c)}));
     }));
     decision.hidden = t === T;
     if (t < T) why.replaceChildren(...run.actions.map((name, a) => {
       const q = run.action_probabilities[b][t][a], chosen = a === run.action[b][t];
-      return html("tr", {class: chosen ? "chosen" : null, "aria-current": chosen ? "true" : null}, html("td", {title: name}, html("span", {class: "name"}, name)),
-        hasProbabilities ? html("td", {}, html("span", {class: "track", "aria-hidden": "true"}, html("div", {class: "fill", style: {width: `${100 * (q ?? 0)}%`}})), percent(q)) : null,
-        html("td", {class: "number"}, fixed(run.expected_reward[b][t][a], 2)), html("td", {class: "number"}, fixed(run.expected_information[b][t][a], 2)));
+      return html("tr", {class: chosen ? "chosen" : null, "aria-current": chosen ? "true" : null},
+        html("td", {title: name}, html("span", {class: "name"}, name)),
+        hasProbabilities ? html("td", {}, bar("span", q ?? 0), percent(q)) : null,
+        html("td", {class: "number"}, fixed(run.expected_reward[b][t][a], 2)),
+        html("td", {class: "number"}, fixed(run.expected_information[b][t][a], 2)));
     }));
     draw();
   }
@@ -288,22 +318,27 @@ function player(run) {
     const end = W - sideways - gap, step = (end - left) / (T + 1), x = linear(0, T, left + step / 2, end - step / 2);
     picture.replaceChildren();
     const put = (...nodes) => picture.append(...nodes);
-    const label = (text, y, strong = false) => put(svg("text", {x: left - 8, y: y + 4, "text-anchor": "end", class: strong ? "strong" : null}, fitted(text, left - 10), svg("title", {}, text)));
+    const label = (text, y, strong = false) => put(
+      svg("text", {x: left - 8, y: y + 4, "text-anchor": "end", class: strong ? "strong" : null},
+        fitted(text, left - 10), svg("title", {}, text)));
     let y0 = part.kind === "plane" ? plane(part, W, put) : inTime(part, {W, left, end, step, sideways, gap, x}, put, label, narrow);
 
     // What the policy held likely (shading) and did (dots).
     const lane = A > 8 ? 13 : 20;
     y0 += 22;
-    put(svg("text", {x: left, y: y0 - 6}, fitted(!hasProbabilities ? "actions" : narrow ? "actions; shading: policy" : "actions: dots were chosen, shading is the policy’s probability", W - left)));
+    const shading = narrow ? "; shading: policy" : ": dots were chosen, shading is the policy’s probability";
+    put(words(left, y0 - 6, "start", fitted(`actions${hasProbabilities ? shading : ""}`, W - left)));
     const cell = Math.min(24, step);
     for (let a = 0; a < A; a++) {
       const y = y0 + lane * (a + .5);
       label(run.actions[a], y, t < T && run.action[b][t] === a);
-      put(svg("line", {x1: left, x2: end, y1: y, y2: y, stroke: "var(--grid)"}));
+      put(line(left, end, y, y, "var(--grid)"));
       for (let s = 0; s <= Math.min(t, T - 1); s++) {
         const q = run.action_probabilities[b][s][a];
-        if (q !== null && q > .01) put(svg("rect", {x: x(s) - cell / 2 + .5, y: y - lane / 2 + 1, width: Math.max(cell - 1, 1), height: lane - 2, rx: 2, fill: "var(--accent)", opacity: (.5 * q).toFixed(3)}));
-        if (run.action[b][s] === a) put(svg("circle", {cx: x(s), cy: y, r: s === t ? 5 : 3.2, fill: s === t ? "var(--accent)" : "var(--ink)", stroke: "var(--halo)", "stroke-width": 1}));
+        if (q !== null && q > .01) put(
+          box(x(s) - cell / 2 + .5, y - lane / 2 + 1, cell - 1, lane - 2, "var(--accent)", {rx: 2, opacity: (.5 * q).toFixed(3)}));
+        if (run.action[b][s] === a) put(
+          dot(x(s), y, s === t ? 5 : 3.2, s === t ? "var(--accent)" : "var(--ink)", {stroke: "var(--halo)"}));
       }
     }
     y0 += lane * A + 26;
@@ -311,34 +346,36 @@ function player(run) {
     // What it earned.
     const rewards = run.reward[b], size = Math.max(...run.reward.flat().map(Math.abs), 1e-9), half = 20;
     const sum = rewards.slice(0, t).reduce((total, r) => total + r, 0);
-    put(svg("text", {x: left, y: y0 - 4}, `rewards, ${say(Number(sum.toPrecision(6)))} in total so far`));
+    put(words(left, y0 - 4, "start", `rewards, ${say(Number(sum.toPrecision(6)))} in total so far`));
     label("reward", y0 + half);
-    put(svg("line", {x1: left, x2: end, y1: y0 + half, y2: y0 + half, stroke: "var(--line)"}));
+    put(line(left, end, y0 + half, y0 + half, "var(--line)"));
     for (let s = 0; s < t; s++) {
       const h = half * Math.abs(rewards[s]) / size;
-      if (h > 0) put(svg("rect", {x: x(s) - Math.min(cell, 14) / 2 + .5, width: Math.max(Math.min(cell, 14) - 1, 1), y: rewards[s] > 0 ? y0 + half - h : y0 + half, height: Math.max(h, 1), rx: 1, fill: rewards[s] > 0 ? "var(--good)" : "var(--bad)"}));
+      const wide = Math.min(cell, 14), good = rewards[s] > 0;
+      if (h > 0) put(box(x(s) - wide / 2 + .5, y0 + half - (good ? h : 0), wide - 1, h, good ? "var(--good)" : "var(--bad)", {rx: 1}));
     }
     y0 += 2 * half + 30;
 
     // What it believed.
     const tall = narrow ? 80 : 96, y = linear(0, 1, y0 + tall, y0);
-    put(svg("text", {x: left, y: y0 - 10}, "probability of each context"));
+    put(words(left, y0 - 10, "start", "probability of each context"));
     for (const v of [0, .5, 1]) {
-      put(svg("line", {x1: left, x2: end, y1: y(v), y2: y(v), stroke: "var(--grid)"}));
+      put(line(left, end, y(v), y(v), "var(--grid)"));
       label(String(v), y(v));
     }
     const heights = [];
     for (let c = 0; c < C; c++) {
       const p = run.posterior[b].slice(0, t + 1).map((row) => row[c]), mine = c === run.true_context[b];
-      put(svg("path", {d: p.map((v, s) => `${s ? "L" : "M"}${x(s).toFixed(1)} ${y(v).toFixed(1)}`).join(""), fill: "none", stroke: colour(c), "stroke-dasharray": dash(c), "stroke-width": mine ? 3 : 1.6, "stroke-linejoin": "round", "stroke-linecap": "round"}));
-      put(svg("circle", {cx: x(t), cy: y(p[t]), r: mine ? 4.5 : 3.2, fill: colour(c), stroke: "var(--halo)"}));
+      put(stroke(route(p.map((v, s) => [x(s), y(v)])), colour(c), mine ? 3 : 1.6,
+        {"stroke-dasharray": dash(c), "stroke-linecap": "round"}));
+      put(dot(x(t), y(p[t]), mine ? 4.5 : 3.2, colour(c), {stroke: "var(--halo)"}));
       heights.push([p[t], c]);
     }
-    for (const v of ticks(0, T, narrow ? 5 : 10)) if (Number.isInteger(v)) put(svg("text", {x: x(v), y: y0 + tall + 20, "text-anchor": "middle"}, v));
-    put(svg("text", {x: end + 8, y: y0 + tall + 20}, "time"));
+    for (const v of ticks(0, T, narrow ? 5 : 10)) if (Number.isInteger(v)) put(words(x(v), y0 + tall + 20, "middle", v));
+    put(words(end + 8, y0 + tall + 20, "start", "time"));
     const height = y0 + tall + 28;
     const topOfTime = part.kind === "plane" ? height - 28 - (tall + 30 + 2 * half + 26 + lane * A) : 8;
-    picture.prepend(svg("line", {id: "cursor", x1: x(t), x2: x(t), y1: topOfTime, y2: y0 + tall, stroke: "var(--line)", "stroke-width": 1.5}));
+    picture.prepend(stroke(`M${x(t)} ${topOfTime}V${y0 + tall}`, "var(--line)", 1.5, {id: "cursor"}));
     picture.setAttribute("viewBox", `0 0 ${W} ${height}`);
     picture.style.height = `${height}px`;
     picture.setAttribute("aria-label", `Episode ${b + 1}, ${part.name} up to time ${t}: ${said.textContent}`);
@@ -350,27 +387,30 @@ function player(run) {
     const tall = finite ? Math.max(150, Math.min(320, N * 30)) : narrow ? 220 : 270;
     const p = run.posterior[b], at = end + gap, row = tall / Math.max(N, 1);
     const [low, high] = finite ? [-.5, N - .5] : bounds[k][0], y = linear(low, high, top + tall, top);
-    put(svg("text", {x: left, y: 10}, fitted(narrow ? part.name : `${part.name}: the truth (line) and what is believed (${finite ? "shading" : "bands"})`, end - left)));
-    put(svg("text", {x: at, y: 10}, narrow ? "now" : "believed now"));
+    const title = `${part.name}: the truth (line) and what is believed (${finite ? "shading" : "bands"})`;
+    put(words(left, 10, "start", fitted(narrow ? part.name : title, end - left)));
+    put(words(at, 10, "start", narrow ? "now" : "believed now"));
     const every = finite ? Math.ceil(N / (tall / 14)) : 0;
     for (const v of finite ? Array.from({length: N}, (_, s) => s).filter((s) => s % every === 0) : ticks(low, high, 5)) {
-      put(svg("line", {x1: left, x2: W, y1: y(v), y2: y(v), stroke: "var(--grid)"}));
+      put(line(left, W, y(v), y(v), "var(--grid)"));
       label(say(v), y(v));
     }
     const stacks = [];
     if (finite) {
       for (let s = 0; s <= t; s++) for (let i = 0; i < N; i++) {
         const mass = p[s].reduce((sum, q, c) => sum + q * part.probabilities[b][s][c][i], 0);
-        if (mass > .003) put(svg("rect", {x: x(s) - step / 2 + .5, y: y(i) - row / 2 + 1, width: Math.max(step - 1, 1), height: Math.max(row - 2, 1), rx: 3, fill: "var(--heat)", opacity: (.06 + .44 * mass).toFixed(3)}));
+        if (mass > .003) put(box(x(s) - step / 2 + .5, y(i) - row / 2 + 1, step - 1, row - 2, "var(--heat)",
+          {rx: 3, opacity: (.06 + .44 * mass).toFixed(3)}));
       }
       for (let i = 0; i < N; i++) stacks.push([y(i), Math.max(row - 4, 1), p[t].map((q, c) => q * part.probabilities[b][t][c][i])]);
     } else {
-      const edge = (s, c, side) => Math.max(top, Math.min(top + tall, y(part.mean[b][s][c][0] + side * 2 * part.deviation[b][s][c][0])));
+      const within = (v) => Math.max(top, Math.min(top + tall, y(v)));
+      const edge = (s, c, side) => within(part.mean[b][s][c][0] + side * 2 * part.deviation[b][s][c][0]);
       for (let c = 0; c < C; c++) for (let s = 1; s <= t; s++) {
         const weight = (p[s - 1][c] + p[s][c]) / 2;
         if (weight < .01) continue;
-        const points = [[s - 1, 1], [s, 1], [s, -1], [s - 1, -1]].map(([u, side]) => `${x(u).toFixed(1)},${edge(u, c, side).toFixed(1)}`);
-        put(svg("polygon", {points: points.join(" "), fill: colour(c), opacity: (.32 * weight).toFixed(3)}));
+        const corners = [[s - 1, 1], [s, 1], [s, -1], [s - 1, -1]].map(([u, side]) => [x(u), edge(u, c, side)]);
+        put(svg("path", {d: `${route(corners)}z`, fill: colour(c), opacity: (.32 * weight).toFixed(3)}));
       }
       const M = part.cloud.shape[3], bins = 64, counts = Array.from({length: bins}, () => new Array(C).fill(0));
       const inside = (v) => v >= low && v <= high;
@@ -380,31 +420,31 @@ function player(run) {
         counts[Math.min(bins - 1, Math.floor((v - low) / (high - low) * bins))][c] += p[t][c] / M;
         // Golden-ratio steps fill the column evenly, and the same each time.
         const aside = ((m * .618034) % 1 - .5) * 14;
-        if (p[t][c] > .01) put(svg("circle", {cx: (x(t) + aside).toFixed(1), cy: y(v).toFixed(1), r: 1.5, fill: colour(c), opacity: (.1 + .6 * p[t][c]).toFixed(2)}));
+        if (p[t][c] > .01) put(dot((x(t) + aside).toFixed(1), y(v).toFixed(1), 1.5, colour(c), {opacity: (.1 + .6 * p[t][c]).toFixed(2)}));
       }
       counts.forEach((masses, i) => stacks.push([y(low + (i + .5) / bins * (high - low)), Math.max(tall / bins - 1, 1), masses]));
     }
     // Contexts lie beside one another, in proportion to their probability.
     const most = finite ? 1 : Math.max(...stacks.map(([, , masses]) => masses.reduce((a, c) => a + c, 0)), 1e-9);
-    put(svg("line", {x1: at, x2: at, y1: top, y2: top + tall, stroke: "var(--line)"}));
+    put(line(at, at, top, top + tall, "var(--line)"));
     for (const [middle, thick, masses] of stacks) {
       let from = at;
       masses.forEach((mass, c) => {
         const long = mass / most * (sideways - 4);
-        if (long > .2) put(svg("rect", {x: from.toFixed(1), y: (middle - thick / 2).toFixed(1), width: long.toFixed(1), height: thick.toFixed(1), fill: colour(c)}));
+        if (long > .2) put(svg("rect", {x: from, y: middle - thick / 2, width: long, height: thick, fill: colour(c)}));
         from += long;
       });
     }
     const path = part.true[b].slice(0, t + 1).map((point) => point[0]);
-    put(svg("path", {d: path.map((v, s) => `${s ? "L" : "M"}${x(s).toFixed(1)} ${y(v).toFixed(1)}`).join(""), fill: "none", stroke: "var(--truth)", "stroke-width": 2, "stroke-linejoin": "round"}));
-    if (finite) path.forEach((v, s) => put(svg("circle", {cx: x(s), cy: y(v), r: 2.6, fill: "var(--truth)"})));
+    put(stroke(route(path.map((v, s) => [x(s), y(v)])), "var(--truth)", 2));
+    if (finite) path.forEach((v, s) => put(dot(x(s), y(v), 2.6, "var(--truth)")));
     if (part.site) for (let s = 0; s <= t; s++) {
       const seen = run.seen[part.site][b][s];
       if (seen === null) continue;
       const v = Math.max(low, Math.min(high, seen[0])), r = s === t ? 6 : 4.2;
-      put(svg("path", {d: `M${x(s)} ${y(v) - r}l${r} ${r}l${-r} ${r}l${-r} ${-r}z`, fill: "var(--seen)", stroke: "var(--halo)", "stroke-width": 1}, svg("title", {}, `${part.site} = ${say(seen[0])}`)));
+      put(diamond(x(s), y(v), r, {}, svg("title", {}, `${part.site} = ${say(seen[0])}`)));
     }
-    put(svg("circle", {id: "here", cx: x(t), cy: y(path[t]), r: 6, fill: "var(--truth)", stroke: "var(--halo)", "stroke-width": 2}));
+    put(dot(x(t), y(path[t]), 6, "var(--truth)", {id: "here", stroke: "var(--halo)", "stroke-width": 2}));
     put(svg("path", {d: `M${at - 2} ${y(path[t])}l-8 -5v10z`, fill: "var(--truth)"}));
     return top + tall;
   }
@@ -417,40 +457,44 @@ function player(run) {
     const middleX = (xl + xh) / 2, middleY = (yl + yh) / 2, cx = left + (W - left - 10) / 2, cy = top + tall / 2;
     const x = (v) => cx + (v - middleX) * unit, y = (v) => cy - (v - middleY) * unit;
     const reachX = (W - left - 10) / 2 / unit, reachY = tall / 2 / unit;
-    put(svg("text", {x: left, y: 10}, fitted(W < 520 ? part.name : `${part.name}: the truth (line) and what is believed (points)`, W - left)));
+    const title = `${part.name}: the truth (line) and what is believed (points)`;
+    put(words(left, 10, "start", fitted(W < 520 ? part.name : title, W - left)));
     const gridX = ticks(middleX - reachX, middleX + reachX, W / 75), step = gridX.length > 1 ? gridX[1] - gridX[0] : 1;
-    for (const v of gridX) put(svg("line", {x1: x(v), x2: x(v), y1: top, y2: top + tall, stroke: "var(--grid)"}), svg("text", {x: x(v), y: top + tall + 16, "text-anchor": "middle"}, say(v)));
+    for (const v of gridX) put(line(x(v), x(v), top, top + tall, "var(--grid)"), words(x(v), top + tall + 16, "middle", say(v)));
     for (let v = Math.ceil((middleY - reachY) / step) * step; v <= middleY + reachY; v += step) {
       const shown = Number(v.toPrecision(6));
-      put(svg("line", {x1: left, x2: W - 10, y1: y(v), y2: y(v), stroke: "var(--grid)"}), svg("text", {x: left - 7, y: y(v) + 4, "text-anchor": "end"}, say(Math.abs(shown) < 1e-9 ? 0 : shown)));
+      put(line(left, W - 10, y(v), y(v), "var(--grid)"), words(left - 7, y(v) + 4, "end", say(Math.abs(shown) < 1e-9 ? 0 : shown)));
     }
     const M = part.cloud.shape[3], inside = (px, py) => px > left && px < W - 10 && py > top && py < top + tall;
     for (let c = 0; c < C; c++) if (p[t][c] > .005) for (let m = 0; m < M; m++) {
       const px = x(part.cloud.at(b, t, c, m, 0)), py = y(part.cloud.at(b, t, c, m, 1));
-      if (inside(px, py)) put(svg("circle", {cx: px.toFixed(1), cy: py.toFixed(1), r: 2.2, fill: colour(c), opacity: (.08 + .55 * p[t][c]).toFixed(2)}));
+      if (inside(px, py)) put(dot(px.toFixed(1), py.toFixed(1), 2.2, colour(c), {opacity: (.08 + .55 * p[t][c]).toFixed(2)}));
     }
     const path = part.true[b].slice(0, t + 1);
-    put(svg("path", {d: path.map((v, s) => `${s ? "L" : "M"}${x(v[0]).toFixed(1)} ${y(v[1]).toFixed(1)}`).join(""), fill: "none", stroke: "var(--truth)", "stroke-width": 2, "stroke-linejoin": "round", opacity: .75}));
-    path.forEach((v, s) => put(svg("circle", {cx: x(v[0]), cy: y(v[1]), r: 2.6, fill: "var(--truth)", opacity: (.25 + .6 * s / Math.max(t, 1)).toFixed(2)})));
+    put(stroke(route(path.map((v) => [x(v[0]), y(v[1])])), "var(--truth)", 2, {opacity: .75}));
+    path.forEach((v, s) => put(dot(x(v[0]), y(v[1]), 2.6, "var(--truth)", {opacity: (.25 + .6 * s / Math.max(t, 1)).toFixed(2)})));
     if (part.site) path.forEach((_, s) => {
       const seen = run.seen[part.site][b][s];
       if (seen !== null && seen[0] !== null && seen[1] !== null && inside(x(seen[0]), y(seen[1])))
-        put(svg("path", {d: `M${x(seen[0])} ${y(seen[1]) - 5}l5 5l-5 5l-5 -5z`, fill: "var(--seen)", stroke: "var(--halo)", opacity: s === t ? 1 : .5}));
+        put(diamond(x(seen[0]), y(seen[1]), 5, {opacity: s === t ? 1 : .5}));
     });
     for (let c = 0; c < C; c++) if (p[t][c] > .005) {
       const [mx, my] = part.mean[b][t][c];
-      if (inside(x(mx), y(my))) put(svg("path", {d: `M${x(mx) - 7} ${y(my)}h14M${x(mx)} ${y(my) - 7}v14`, stroke: colour(c), "stroke-width": 2.5, opacity: (.3 + .7 * p[t][c]).toFixed(2)}));
+      const cross = `M${x(mx) - 7} ${y(my)}h14M${x(mx)} ${y(my) - 7}v14`;
+      if (inside(x(mx), y(my))) put(stroke(cross, colour(c), 2.5, {opacity: (.3 + .7 * p[t][c]).toFixed(2)}));
     }
-    put(svg("circle", {id: "here", cx: x(path[t][0]), cy: y(path[t][1]), r: 7, fill: "var(--truth)", stroke: "var(--halo)", "stroke-width": 2}));
+    const [hereX, hereY] = path[t];
+    put(dot(x(hereX), y(hereY), 7, "var(--truth)", {id: "here", stroke: "var(--halo)", "stroke-width": 2}));
     return top + tall + 24;
   }
 
   function legends() {
-    const part = run.parts[k], item = (shape, text) => html("li", {}, svg("svg", {viewBox: "0 0 18 12", "aria-hidden": "true"}, shape), text);
+    const part = run.parts[k], icon = {viewBox: "0 0 18 12", "aria-hidden": "true"};
+    const item = (shape, text) => html("li", {}, svg("svg", icon, shape), text);
     legend.replaceChildren(
-      item(svg("circle", {cx: 9, cy: 6, r: 5, fill: "var(--truth)"}), "the truth"),
-      ...run.contexts.map((name, c) => item(svg("rect", {x: 1, y: 2, width: 16, height: 8, rx: 2, fill: colour(c)}), `if “${name}”`)),
-      ...(part.site ? [item(svg("path", {d: "M9 1l5 5l-5 5l-5 -5z", fill: "var(--seen)"}), `${part.site}, seen`)] : []));
+      item(dot(9, 6, 5, "var(--truth)"), "the truth"),
+      ...run.contexts.map((name, c) => item(box(1, 2, 16, 8, colour(c), {rx: 2}), `if “${name}”`)),
+      ...(part.site ? [item(diamond(9, 6, 5), `${part.site}, seen`)] : []));
   }
 
   // ---- moving
@@ -508,7 +552,8 @@ function configuration(part, found) {
 }
 function pictures(part, {shown, left_out}) {
   if (shown.length) part.append(html("div", {class: "pictures"}, ...shown.map(({name, note, source}) =>
-    html("figure", {}, html("figcaption", {}, html("b", {}, name), note ? `: ${note}` : null), html("img", {src: source, alt: `Figure: ${name}`, loading: "lazy"})))));
+    html("figure", {}, html("figcaption", {}, html("b", {}, name), note ? `: ${note}` : null),
+      html("img", {src: source, alt: `Figure: ${name}`, loading: "lazy"})))));
   if (left_out.length) part.append(html("p", {class: "note"}, `Left out, for the size of this page: ${left_out.join(", ")}.`));
 }
 
