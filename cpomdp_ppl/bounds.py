@@ -100,9 +100,8 @@ def _expected(recursion: DiscreteRecursion, values: Tensor, actions: Tensor) -> 
 def _on_grids(model: CPOMDP) -> Tensor | None:
     coarse: Tensor | None = None
     for num_points in GRID_SIZES:
-        recursion = GridFilter(num_points, tolerance=math.inf).recursion(
-            model
-        )  # the grids are compared below
+        compared_below = GridFilter(num_points, tolerance=math.inf)
+        recursion = compared_below.recursion(model)
         if not _covers(recursion) or not _resolves(recursion):
             coarse = None
             continue

@@ -126,17 +126,15 @@ def mutual_information(
     c = _true_contexts(contexts, log_posterior)
     up = entropy(p) - entropy(last.exp())  # [B]
     before = p.log().expand_as(last).gather(1, c[:, None]).squeeze(1)
-    require(
-        bool(torch.isfinite(before).all()), "contexts", c.tolist(), "contexts that the prior holds possible"
-    )
+    possible = bool(torch.isfinite(before).all())
+    require(possible, "contexts", c.tolist(), "contexts that the prior holds possible")
     down = last.gather(1, c[:, None]).squeeze(1) - before  # [B]
 
     def error(terms: Tensor) -> float:
         return float(terms.std() / B**0.5) if bool(torch.isfinite(terms).all()) else math.inf
 
-    bracket = MutualInformation(
-        float(up.mean()), float(down.mean()), error(up), error(down), error(up - down)
-    )
+    means = float(up.mean()), float(down.mean())
+    bracket = MutualInformation(*means, error(up), error(down), error(up - down))
     lost = (down == -torch.inf).nonzero()
     if len(lost) or not bracket.gap <= widest + 3 * bracket.gap_error:
         why = f" (the true context of episode {int(lost[0])} came out impossible)" if len(lost) else ""

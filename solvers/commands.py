@@ -53,15 +53,7 @@ if TYPE_CHECKING:
     from solvers.cids.solution import Solution
     from solvers.episodes.record import Run
 
-SETTINGS = (
-    "likelihood",
-    "objective",
-    "temperature",
-    "prior",
-    "iterations",
-    "batch_size",
-    "learning_rate",
-)
+SETTINGS = ("likelihood", "objective", "temperature", "prior", "iterations", "batch_size", "learning_rate")
 """The settings of `cids.fit` that decide what is learned."""
 
 SECONDS_TO_REPORT = 0.5
@@ -235,10 +227,8 @@ def run(options: Namespace) -> int:
         policy = target.policy(options)
         if options.num_episodes > 1 and not getattr(policy, "amortised", True):
             warnings.filterwarnings("ignore", "solution: its policy acts alike")  # said here in other words
-            warn(
-                "the policy was learned for one prior, and acts alike whatever is found out; "
-                "one that was fitted with --prior dirichlet does not",
-            )
+            deaf = "the policy was learned for one prior, and acts alike whatever is found out"
+            warn(f"{deaf}; one that was fitted with --prior dirichlet does not")
         try:
             done = cids.run(
                 target.model,

@@ -101,24 +101,25 @@ def test_a_wide_bracket_warns():
         mutual_information(noisy, episodes.contexts)
 
 
-def test_bad_arguments_are_named():
-    episodes = simulate(Twins(), RandomPolicy(2), 3, seed=0)
-    filtering = ParticleFilter(8).run(Twins(), episodes, seed=0)
-    with pytest.raises(ValueError, match=r"contexts: expected shape \[3\]"):
-        mutual_information(filtering, [0, 1])
-    with pytest.raises(ValueError, match="contexts: expected indices 0 to 1"):
-        information_gain(filtering, [0, 1, 2])
-    one = ParticleFilter(8).run(Twins(), episodes[0], seed=0)
-    with pytest.raises(ValueError, match="filtering: expected at least two"):
-        mutual_information(one, [0])
-
-
 def filtering_of(*increments, initial=None):
     """The given increments `[B, T, C]`."""
     x = torch.tensor(increments, dtype=torch.float64)
     B, _, C = x.shape
     first = torch.zeros(B, C) if initial is None else torch.tensor(initial)
     return Filtering(x, first.double(), torch.zeros_like(x), torch.full((C,), 1 / C))
+
+
+@pytest.mark.parametrize(
+    ("use", "episodes", "contexts", "words"),
+    [
+        (mutual_information, 3, [0, 1], r"contexts: expected shape \[3\]"),
+        (information_gain, 3, [0, 1, 2], "contexts: expected indices 0 to 1"),
+        (mutual_information, 1, [0], "filtering: expected at least two"),
+    ],
+)
+def test_bad_arguments_are_named(use, episodes, contexts, words):
+    with pytest.raises(ValueError, match=words):
+        use(filtering_of(*[[[0.0, 0.0]]] * episodes), contexts)
 
 
 PRIORS = [

@@ -37,10 +37,7 @@ def test_regret_is_against_what_the_exact_solution_says():
     model = LineGrid(horizon=8, start=2)
     best = model.context_known_return()
     assert float(best.mean()) == pytest.approx(known_context_value(tables(model), 8))
-
-
-def test_too_far_away_is_worth_nothing():
-    assert LineGrid(horizon=3).context_known_return().tolist() == [0.0, 0.0]
+    assert LineGrid(horizon=3).context_known_return().tolist() == [0.0, 0.0]  # too far away
 
 
 def test_light_dark_known_context():
@@ -117,23 +114,31 @@ def test_a_table_of_policies():
     for name, row in zip(tiger.evaluations, str(tiger).splitlines()[2:4], strict=True):
         assert f"| ≤ {100 - tiger.evaluations[name].returns.mean:.2f} |" in row
     assert str(tiger).endswith("as nobody earns more than 100.000, told context and state.")
-    with pytest.raises(ValueError, match="policies"):
-        compare(model, {})
-    with pytest.raises(ValueError, match="num_episodes"):
-        compare(model, policies, {"random": 40})
 
 
-def test_evaluating_several_is_comparing_them():
+def test_several_are_evaluated_on_the_same_episodes():
     model, policies = LineGrid(), {"random": RandomPolicy(3), "again": RandomPolicy(3)}
-    settings = dict(prior=[0.2, 0.8], likelihood="smc", seed=7)
-    one, other = evaluate(model, policies, 40, **settings), compare(model, policies, 40, **settings)
-    for name in policies:
-        assert one.evaluations[name].returns == other.evaluations[name].returns
-        assert one.evaluations[name].entropy == other.evaluations[name].entropy
     fresh = compare(model, policies, 40, seed=None).evaluations
     assert fresh["random"].returns == fresh["again"].returns  # on the same episodes, whichever they are
-    with pytest.raises(ValueError, match="seed"):
-        evaluate(model, policies["random"], 40, seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("policies", "settings", "named"),
+    [
+        (RandomPolicy(3), {"num_episodes": 0}, "num_episodes"),
+        (RandomPolicy(3), {"prior": [0.5, 0.6]}, "prior"),
+        (RandomPolicy(3), {"seed": -1}, "seed"),
+        ({}, {}, "policies"),
+        (
+            {"random": RandomPolicy(3), "other": RandomPolicy(3)},
+            {"num_episodes": {"random": 40}},
+            "num_episodes",
+        ),
+    ],
+)
+def test_nonsense_is_refused(policies, settings, named):
+    with pytest.raises(ValueError, match=named):
+        evaluate(LineGrid(), policies, **settings)
 
 
 @pytest.mark.slow
@@ -143,11 +148,6 @@ def test_a_model_that_the_grid_refuses_is_left_to_particles():
             return state + pyro.sample("jump", dist.StudentT(2.0))
 
     assert reference_backend(Heavy()).name == "smc"
-
-
-def test_contexts_are_spread_like_the_prior():
-    result = evaluate(LineGrid(), RandomPolicy(3), 100, prior=[0.9, 0.1])
-    assert [mean.num_episodes for mean in result.returns_by_context.values()] == [90, 10]
 
 
 RANDOM = RandomPolicy(2)
@@ -223,9 +223,7 @@ def test_a_mean_of_strata(num_episodes):
         found = Mean.of(torch.from_numpy(values), contexts, weights)
         expected = stratified_by_hand(values, contexts.numpy(), prior)
         assert (found.mean, found.standard_error) == pytest.approx(expected)
-    alone = Mean.of(
-        torch.from_numpy(values), torch.arange(num_episodes)
-    )  # all strata of one, alike in weight
+    alone = Mean.of(torch.from_numpy(values), torch.arange(num_episodes))  # all strata of one
     assert alone.standard_error == pytest.approx(values.std(ddof=1) / num_episodes**0.5)
     assert alone.deviation == pytest.approx(values.std(ddof=1))
 
@@ -349,20 +347,16 @@ def test_the_reference_backend():
     assert reference_backend(Beacons()) == ParticleFilter(num_particles=1024)
 
 
-def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="num_episodes"):
-        evaluate(LineGrid(), RandomPolicy(3), 0)
-    with pytest.raises(ValueError, match="prior"):
-        evaluate(LineGrid(), RandomPolicy(3), 10, prior=[0.5, 0.6])
-
-
 @pytest.mark.slow
 def test_an_episode_that_loses_its_particles_does_not_take_the_others_along():
     few = ParticleFilter(num_particles=4)
     episodes = simulate(Needle(), RandomPolicy(2), 20, seed=0)
     with pytest.raises(DegenerateWeightsError, match="num_particles"):
         few.run(Needle(), episodes, seed=0)
-    with pytest.warns(UserWarning, match="rest on noise"):
+    with pytest.warns(UserWarning, match="rest on noise") as warned:
         result = evaluate(Needle(), RandomPolicy(2), 20, likelihood=few)
+    with pytest.warns(UserWarning, match="rest on noise") as also:
+        compare(Needle(), {"one": RandomPolicy(2)}, 20, likelihood=few)
+    assert [warning.filename for warning in (*warned, *also)] == [__file__] * 2  # they point at their callers
     assert result.returns.num_episodes == 20
     assert 0 <= result.entropy.mean <= 1

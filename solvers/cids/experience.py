@@ -82,8 +82,8 @@ class Experience:
         """This process's episodes of a batch with true contexts `[B]`, priors `[B, C]` and a seed."""
         parts = []
         for shard in self.shards(len(prior)):
-            settings = {"contexts": contexts[shard.rows], "prior": prior[shard.rows]}
-            parts.append(simulate(self.model, policy, len(shard), seed=shard.seed(seed), **settings))
+            c, p = contexts[shard.rows], prior[shard.rows]
+            parts.append(simulate(self.model, policy, len(c), contexts=c, prior=p, seed=shard.seed(seed)))
         return parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
 
     def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:

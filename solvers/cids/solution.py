@@ -86,15 +86,13 @@ class Solution:
     finished: bool
 
     def __repr__(self) -> str:
-        measured = {
-            name: round(float(self.history[name][-1]), 4)
-            for name in ("return", "entropy")
-            if name in self.history and self.history.sizes["iteration"]
-        }
+        iterations, shown = self.history.sizes["iteration"], ("return", "entropy")
+        known = [name for name in shown if name in self.history and iterations]
+        last = {name: round(float(self.history[name][-1]), 4) for name in known}
+        what = f"model={type(self.model).__name__}, policy={type(self.policy).__name__}"
+        prior = [round(p, 4) for p in self.prior.tolist()]
         return (
-            f"Solution(model={type(self.model).__name__}, policy={type(self.policy).__name__}, "
-            f"prior={[round(p, 4) for p in self.prior.tolist()]}, "
-            f"iterations={self.history.sizes['iteration']}, finished={self.finished}, last={measured})"
+            f"Solution({what}, prior={prior}, iterations={iterations}, finished={self.finished}, last={last})"
         )
 
     def evaluate(
@@ -287,14 +285,8 @@ def _made_again(
 
 def _solution_content(path: Path) -> dict[str, Any]:
     content = {"weights": EARLIER, **load_json(path / SETTINGS)}
-    kinds = {
-        "weights": str,
-        "settings": dict,
-        "prior": list,
-        "history": dict,
-        "hidden": int | None,
-        "finished": bool,
-    }
+    kinds: dict[str, Any] = {"weights": str, "settings": dict, "prior": list, "history": dict}
+    kinds |= {"hidden": int | None, "finished": bool}
     for name, kind in kinds.items():
         if not isinstance(content.get(name, ...), kind):
             raise CheckpointError(f"{path / SETTINGS} is no solution: {name} is {content.get(name)!r}")

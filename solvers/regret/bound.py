@@ -151,9 +151,8 @@ def estimate_eta(
         0.25
     """
     H, gained = _series("entropies", entropies), _series("information", information)
-    errors = (
-        np.zeros_like(H) if information_errors is None else _series("information_errors", information_errors)
-    )
+    given = np.zeros_like(H) if information_errors is None else information_errors
+    errors = _series("information_errors", given)
     require(len(H) > 0, "entropies", entropies, "one for each of at least one episode")
     for name, values in (("information", gained), ("information_errors", errors)):
         require(values.shape == H.shape, name, list(values.shape), f"shape {list(H.shape)}, as of entropies")
@@ -174,11 +173,7 @@ def _series(argument: str, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def reward_bound(
-    model: CPOMDP,
-    policies: Sequence[PolicyLike] = (),
-    *,
-    num_episodes: int = 1000,
-    seed: int | None = 0,
+    model: CPOMDP, policies: Sequence[PolicyLike] = (), *, num_episodes: int = 1000, seed: int | None = 0
 ) -> float:
     """R_max, the largest absolute reward.
 

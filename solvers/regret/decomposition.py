@@ -186,16 +186,15 @@ def decompose(
     else:
         parts = in_parts(distinct, E, batch_size, seed, progress)
         follow = follow_by(model, likelihood)
-        valued = _Valued.joined(
-            [_by_playing(model, policy, best, some, E, follow, max_beliefs, each) for some, each in parts]
-        )
-    columns = _parts(valued.at(number), distinct[number], c.repeat_interleave(K), optima)
+        played = [
+            _by_playing(model, policy, best, some, E, follow, max_beliefs, each) for some, each in parts
+        ]
+        valued = _Valued(*(torch.cat(series) for series in zip(*played, strict=True)))
+    valued = _Valued(*(series[number] for series in valued))  # of all posteriors again
+    columns = _parts(valued, distinct[number], c.repeat_interleave(K), optima)
 
-    dims = ("run", "episode")
-    variables: dict[str, Any] = {
-        name: (dims, column.reshape(R, K).numpy()) for name, column in columns.items()
-    }
-    variables["entropy"] = (dims, entropy(p).reshape(R, K).numpy())
+    columns["entropy"] = entropy(p)
+    variables = {name: (("run", "episode"), x.reshape(R, K).numpy()) for name, x in columns.items()}
     names = np.array(model.context_names)[c.numpy()]
     coordinates = {"run": np.arange(R), "episode": np.arange(1, K + 1), "context": ("run", names)}
     data = xr.Dataset(variables, coordinates)
@@ -223,24 +222,15 @@ def _as_optima(optima: Optima | Sequence[float] | Tensor, num_contexts: int) -> 
 
 
 class _Valued(NamedTuple):
-    """What a policy, and the best one, are worth from each of N priors."""
+    """What a policy, and the best one, are worth from each of N priors; the first four as `PolicyValues`."""
 
-    policy: PolicyValues
+    values: Tensor
+    errors: Tensor
+    information: Tensor
+    information_error: Tensor
     highest: Tensor  # max_π V̄(π), [N]
     highest_error: Tensor  # its standard error, [N]
     delta_error: Tensor  # standard error of max_π V̄(π) less the policy's V̄, [N]
-
-    @staticmethod
-    def joined(parts: Sequence[_Valued]) -> _Valued:
-        """Of all priors of several parts."""
-        policies, *others = zip(*parts, strict=True)
-        policy = PolicyValues(*(torch.cat(series) for series in zip(*policies, strict=True)))
-        return _Valued(policy, *(torch.cat(series) for series in others))
-
-    def at(self, number: Tensor) -> _Valued:
-        """Of the priors with these numbers, which may come up several times."""
-        policy, *others = self
-        return _Valued(PolicyValues(*(each[number] for each in policy)), *(each[number] for each in others))
 
 
 def _through_histories(
@@ -263,7 +253,7 @@ def _through_histories(
     else:
         highest = (priors * valued(best).values).sum(-1)
     exactly_known = torch.zeros_like(highest)
-    return _Valued(mine, highest, exactly_known, exactly_known)
+    return _Valued(*mine, highest, exactly_known, exactly_known)
 
 
 def _by_playing(
@@ -281,14 +271,10 @@ def _by_playing(
     mine = summarised(returns, gained, priors)
     if best is None:
         highest = _highest(model, priors, max_beliefs, progress=False)
-        return _Valued(mine, highest, torch.zeros_like(highest), _weighted_error(priors, returns))
+        return _Valued(*mine, highest, torch.zeros_like(highest), _weighted_error(priors, returns))
     of_best, _ = sampled(model, best, priors, num_episodes, None, seed)
-    return _Valued(
-        mine,
-        (priors * of_best.mean(-1)).sum(-1),
-        _weighted_error(priors, of_best),
-        _weighted_error(priors, of_best - returns),
-    )
+    errors = _weighted_error(priors, of_best), _weighted_error(priors, of_best - returns)
+    return _Valued(*mine, (priors * of_best.mean(-1)).sum(-1), *errors)
 
 
 def _highest(model: CPOMDP, priors: Tensor, max_beliefs: int, progress: bool) -> Tensor:
@@ -305,7 +291,7 @@ def _weighted_error(priors: Tensor, numbers: Tensor) -> Tensor:
 
 def _parts(valued: _Valued, posteriors: Tensor, contexts: Tensor, optima: Optima) -> dict[str, Tensor]:
     """Regret, its parts and their errors, `[N]`, of posteriors P_k `[N, C]` and true contexts c* `[N]`."""
-    (values, errors, information, information_error), highest, highest_error, delta_error = valued
+    values, errors, information, information_error, highest, highest_error, delta_error = valued
     at = contexts[:, None]
     known, known_error = optima.values[contexts], optima.standard_errors[contexts]
     earned, earned_error = values.gather(1, at).squeeze(1), errors.gather(1, at).squeeze(1)

@@ -102,15 +102,9 @@ class ExactRegret:
         Args:
             settings: Any fields of `Bound` to have otherwise than they are here.
         """
-        fields: dict[str, Any] = {
-            "temperature": self.temperature,
-            "num_contexts": len(self.prior),
-            "horizon": self.horizon,
-            "reward_bound": self.reward_bound,
-        }
-        if "eta" not in settings:
-            fields["eta"] = self.eta
-        return Bound(**{**fields, **settings})
+        names = {"temperature", "horizon", "reward_bound", "eta"} - settings.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Bound(**{"num_contexts": len(self.prior), **fields, **settings})
 
     def __str__(self) -> str:
         names = ["regret", "delta", "i1", "information", "entropy", "ratio", "excess"]
@@ -242,13 +236,8 @@ def _solve(
         if temperature > 0:
             plan = exactly.plan(model, prior=prior, temperature=temperature, max_beliefs=max_beliefs)
         returns, information, endings = plan.returns, plan.information, plan.endings()
-    return _Episode(
-        best.value,
-        returns.numpy(),
-        float(information),
-        endings.posteriors.numpy(),
-        endings.probabilities.numpy(),
-    )
+    ends = endings.posteriors.numpy(), endings.probabilities.numpy()
+    return _Episode(best.value, returns.numpy(), float(information), *ends)
 
 
 def _expectations(

@@ -209,13 +209,9 @@ def policy_gaps(
         gaps = values.diagonal()[:, None] - values
         return Gaps(model.context_names, values, gaps, torch.zeros_like(gaps), "exact")
 
-    returns = torch.stack(
-        [
-            _returns(model, each, eye[j], E, batch_size, root)
-            for j, each in enumerate(tqdm(_policies(policy, C), disable=not progress, desc="contexts"))
-        ],
-        1,
-    )  # [C, C, E]
+    shown = tqdm(_policies(policy, C), disable=not progress, desc="contexts")
+    earned = [_returns(model, each, eye[j], E, batch_size, root) for j, each in enumerate(shown)]
+    returns = torch.stack(earned, 1)  # [C, C, E]
     best = returns.diagonal(dim1=0, dim2=1).T[:, None]  # of the policy for the context, [C, 1, E]
     lost = best - returns
     return Gaps(model.context_names, returns.mean(-1), lost.mean(-1), lost.std(-1) / E**0.5, "policy")
@@ -314,7 +310,6 @@ def merge_invariant_contexts(
           detector left: prior 0.5
     """
     require_model(model)
-    require_number("epsilon", epsilon, "a number, not negative")
     if gaps is None:
         gaps = policy_gaps(model, policy, **settings)
     else:
@@ -324,24 +319,20 @@ def merge_invariant_contexts(
     names = model.context_names
     require(gaps.contexts == names, "gaps", f"of contexts {gaps.contexts}", f"of contexts {names}")
     invariant = gaps.invariant(epsilon)
-    kept: list[int] = []
-    into: dict[int, int] = {}
+    into: dict[int, int] = {}  # which context stands for each, itself if it is kept
     for c in range(len(names)):
-        same = [k for k in kept if bool(invariant[c, k])]
-        if same:
-            into[c] = same[0]
-        else:
-            kept.append(c)
+        into[c] = next((k for k, j in into.items() if k == j and bool(invariant[c, k])), c)
+    kept = [c for c, k in into.items() if c == k]
     mass = model.prior().detach().double().cpu().clone()
     for c, k in into.items():
-        mass[k] += mass[c]
+        mass[k] += mass[c] if c != k else 0.0
     prior = mass[kept] / mass[kept].sum()
     return Merge(
         float(epsilon),
         gaps,
         invariant,
         tuple(kept),
-        {names[c]: names[k] for c, k in into.items()},
+        {names[c]: names[k] for c, k in into.items() if c != k},
         prior,
         Restricted(model, kept, prior.tolist()),
     )

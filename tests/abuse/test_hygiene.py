@@ -37,6 +37,7 @@ from cpomdp_ppl import (
     report,
     simulate,
 )
+from cpomdp_ppl.bounds import informed_return
 from cpomdp_ppl.diagnostics import (
     calibrate,
     calibrate_contexts,
@@ -217,6 +218,7 @@ CALLS = {
     "exact.run": lambda: ObservableOperator().run(FINITE, FINITE_EPISODES),
     "exact.smooth": lambda: ObservableOperator().smooth(FINITE, FINITE_EPISODES, 3, seed=3),
     "reference_backend": lambda: reference_backend(LightDark(horizon=1)),
+    "informed_return": lambda: informed_return(DARK),
     "summary": lambda: summary(inferred(), var_names=["state"]),
     "calibrate": lambda: calibrate(DARK, RandomPolicy(3), ParticleFilter(16), 40, seed=3).p_values,
     "calibrate_contexts": lambda: (

@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.models import ContextualTiger, LineGrid
 from tests.conftest import assert_mean
 from tests.solvers.truth import (
     DEAF,
     LOPSIDED,
     Reals,
     Tables,
-    Wanderer,
     evaluate,
     fixed_context_values,
     known_context_value,
     random_value,
     solve,
     tables,
-    value,
 )
 
 if TYPE_CHECKING:
@@ -102,17 +100,6 @@ def test_beliefs_may_be_merged(model: CPOMDP, horizon: int) -> None:
         assert solve(t, horizon, prior).value == pytest.approx(by_history, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "model", [LineGrid(), LineGrid(**LOPSIDED), ContextualTiger(), ContextualTiger(**DEAF)]
-)
-def test_tables_are_probabilities(model: CPOMDP) -> None:
-    t = tables(model)
-    assert t.prior.sum() == pytest.approx(1)
-    for table in (t.initial, t.transition, t.observation):
-        assert (table >= 0).all()
-        np.testing.assert_allclose(table.sum(-1), 1)
-
-
 @pytest.mark.parametrize("horizon", [4, 7, 10])
 def test_line_grid_senses_until_it_must_go(horizon: int) -> None:
     """Moving and collecting leave T - 4 reports; the majority decides, and a tie is not worth the risk."""
@@ -135,27 +122,6 @@ def test_random_policies() -> None:
     assert random_value(tables(LineGrid(**SMALL_GRID)), 4) == pytest.approx((1 - 3.0**-3) * (20 - 40) / 2)
 
 
-@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])
-def test_knowing_more_is_worth_more(model: CPOMDP) -> None:
-    t = tables(model)
-    plan = solve(t, model.horizon)
-    assert evaluate(t, plan) == pytest.approx(plan.value, abs=1e-9)
-    assert random_value(t, model.horizon) < plan.value
-    assert fixed_context_values(t, model.horizon).max() < plan.value
-    assert plan.value < known_context_value(t, model.horizon)
-    for c, certain in enumerate(np.eye(len(t.prior))):
-        own = solve(t, model.horizon, certain).value
-        assert value(t, model.horizon, certain, certain) == pytest.approx(own, abs=1e-9), c
-        assert evaluate(t, plan, certain) <= own + 1e-9
-
-
-def test_what_the_agent_thinks_impossible_teaches_it_nothing() -> None:
-    """A perfect sensor, and an agent that is certain of the wrong context."""
-    t = tables(LineGrid(accuracy=1.0))
-    assert value(t, 10, [1, 0], [0, 1]) == pytest.approx(-40)
-    assert solve(t, 10).value == pytest.approx(20)
-
-
 @pytest.mark.parametrize(
     "model", [LineGrid(), LineGrid(8, **LOPSIDED), ContextualTiger(), ContextualTiger(6, **DEAF)]
 )
@@ -176,24 +142,3 @@ def test_simulated_returns(model: CPOMDP) -> None:
         returns = simulate(model, certain, 4000, contexts=c, seed=1).returns
         assert returns is not None
         assert_mean(returns, evaluate(t, certain, context), f"certain, in context {c}", limit=3)
-
-
-@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])
-def test_remembered_beliefs_are_by_bayes_rule_whatever_is_done(model: CPOMDP) -> None:
-    t = tables(model)
-    wanderer = Wanderer(solve(t, model.horizon))
-    episodes = simulate(model, wanderer, 20, seed=0)
-    for i in range(20):
-        p = t.prior[:, None] * t.initial  # [C, S]
-        for time in range(model.horizon):
-            np.testing.assert_allclose(wanderer.beliefs[time][i], p / p.sum(), atol=1e-9)
-            a = int(episodes.actions[i, time])
-            p = np.einsum("cs,cst->ct", p, t.transition[:, a])
-            if bool(episodes.observed[t.sites[0]][i, time]):
-                says = "".join(str(int(episodes.observations[site][i, time])) for site in t.sites)
-                p = p * t.observation[:, a, :, 1 + int(says, 2)]
-
-
-def test_other_models_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="LightDark"):
-        tables(LightDark())

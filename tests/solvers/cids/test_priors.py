@@ -63,43 +63,24 @@ def test_samplers_by_name_by_value_and_as_they_are():
     assert as_sampler(model, own) is own
 
 
-@pytest.mark.parametrize(
-    ("prior", "words"),
-    [
-        ("beta", 'expected "dirichlet"'),
-        ([0.5, 0.2, 0.3], r"shape \[2\]"),
-        ([0.5, 0.6], "sum to 1"),
-        ([[0.5, 0.5]], r"shape \[2\]"),
-    ],
-)
-def test_what_is_no_prior_is_refused(prior, words):
-    with pytest.raises(ValueError, match=words):
-        cids.fit(LightDark(), prior=prior, iterations=1, progress=False)
-
-
 def test_a_sampler_that_draws_nonsense_is_refused():
     with pytest.raises(ValueError, match="sampler of shape"):
         draw_priors(lambda n: torch.tensor([0.5, 0.5]), 4, 2)
-    with pytest.raises(ValueError, match="shape"):
-        cids.fit(LightDark(), prior=lambda n: torch.full((n, 3), 1 / 3), iterations=1, progress=False)
 
 
 def test_an_amortised_fit_is_kept_and_read_again(tmp_path):
     model = ContextualTiger()
     settings = {"likelihood": "exact", "iterations": 2, "batch_size": 16, "progress": False}
-    solution = cids.fit(model, prior="dirichlet", seed=0, **settings)
+    solution = cids.fit(model, prior="dirichlet", seed=0, checkpoint=tmp_path / "checkpoint", **settings)
+    assert cids.load(tmp_path / "checkpoint", model).policy.amortised
     assert solution.policy.amortised
     assert solution.settings["prior"]["concentration"] == 0.5
     torch.testing.assert_close(solution.prior, torch.full((3,), 1 / 3).double())
-    solution.save(tmp_path)
-    again = cids.load(tmp_path, model)
+    solution.save(tmp_path / "saved")
+    again = cids.load(tmp_path / "saved", model)
     assert again.policy.amortised
     one, two = (each.evaluate(50, prior=[0.0, 0.1, 0.9]).returns.mean for each in (solution, again))
     assert one == two
-    same = cids.fit(model, prior="dirichlet", seed=0, **settings)
-    assert all(
-        torch.equal(a, b) for a, b in zip(same.policy.parameters(), solution.policy.parameters(), strict=True)
-    )
 
 
 def test_another_sampler_does_not_find_the_checkpoint_of_this_one(tmp_path):

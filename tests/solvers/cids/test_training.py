@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -94,15 +93,12 @@ def test_the_variational_objective_learns_too():
     assert solution.evaluate(2000).returns.mean > random_value(tables(model), model.horizon) + 3.0
 
 
-def test_one_episode_of_one_step_is_enough_not_to_fail():
-    solution = cids.fit(
-        LineGrid(horizon=1), likelihood="exact", iterations=3, batch_size=1, seed=0, progress=False
-    )
-    assert float(solution.history["gradient_norm"].max()) < 100
-
-
-def test_payoffs_that_do_not_vary_at_first_do_no_harm():
-    solution = cids.fit(LightDark(1), likelihood="ekf", iterations=4, batch_size=20, seed=0, progress=False)
+@pytest.mark.parametrize(
+    ("model", "likelihood", "batch_size"), [(LineGrid(horizon=1), "exact", 1), (LightDark(1), "ekf", 20)]
+)
+def test_one_step_and_payoffs_that_do_not_vary_do_no_harm(model, likelihood, batch_size):
+    settings = dict(likelihood=likelihood, iterations=4, batch_size=batch_size, seed=0, progress=False)
+    solution = cids.fit(model, **settings)
     assert float(solution.history["gradient_norm"].max()) < 100
 
 
@@ -118,27 +114,12 @@ def test_every_model_can_be_fitted_with_defaults(model):
     solution = cids.fit(model, iterations=2, batch_size=10, seed=0, progress=False)
     assert solution.finished
     assert solution.history.sizes["iteration"] == 2
-    for name in (
-        "return",
-        "entropy",
-        "information_lower",
-        "information_upper",
-        "gradient_norm",
-        "temperature",
-    ):
+    for name in ("return", "entropy", "information_lower", "information_upper", "gradient_norm"):
         assert bool(np.isfinite(solution.history[name]).all())
     for phase in ("rollout", "likelihood", "gradient"):
         assert bool((solution.history[f"seconds_{phase}"] > 0).all())
     figure = solution.plot(num_episodes=2)
     assert len(figure.axes) == 3 + 2 * model.num_contexts
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_policy(whole):
-    same, other = (cids.fit(LineGrid(), **{**SHORT, "seed": seed}) for seed in (3, 4))
-    assert same_weights(whole.policy, same.policy)
-    assert same_history(whole.history, same.history)
-    assert not same_weights(whole.policy, other.policy)
 
 
 def test_learned_constants_and_dropout_stay_out_of_the_callers_sight():
@@ -188,7 +169,7 @@ def test_the_temperature_follows_its_schedule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", [ActorCritic(), Reinforce(), Reinforce(baseline=False)])
+@pytest.mark.parametrize("estimator", [Reinforce(), Reinforce(baseline=False)])
 def test_a_policy_of_the_users_own(estimator):
     model = LineGrid()
     policy = Table(model)
@@ -201,15 +182,8 @@ def test_a_policy_of_the_users_own(estimator):
 def test_a_table_learns_not_to_walk_into_detectors():
     """Without memory it is best to stay away from both ends, which is worth 0; at random it is -4.6."""
     model = LineGrid()
-    solution = cids.fit(
-        model,
-        likelihood="exact",
-        iterations=60,
-        learning_rate=0.1,
-        seed=0,
-        progress=False,
-        policy=Table(model),
-    )
+    settings = dict(likelihood="exact", iterations=60, learning_rate=0.1, seed=0, progress=False)
+    solution = cids.fit(model, **settings, policy=Table(model))
     assert solution.evaluate(2000).returns.mean > -1.0
 
 
@@ -255,11 +229,7 @@ def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(tmp_
 
         return call
 
-    owner, name = {
-        "play": (Experience, "play"),
-        "filter": (Experience, "filter"),
-        "gradient": (Learner, "_descend"),
-    }[at]
+    owner, name = (Learner, "_descend") if at == "gradient" else (Experience, at)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, pressed(getattr(owner, name)))
         with pytest.raises(cids.Interrupted):
@@ -558,10 +528,9 @@ def test_too_few_particles_are_warned_of_where_contexts_do_not_differ():
 
 
 def test_a_batch_whose_particles_died_is_left_out():
+    settings = dict(iterations=8, batch_size=10, seed=0, progress=False)
     with pytest.warns(UserWarning, match="left out") as caught:
-        solution = cids.fit(
-            LineGrid(), likelihood=Dying(32), iterations=8, batch_size=10, seed=0, progress=False
-        )
+        solution = cids.fit(LineGrid(), likelihood=Dying(32), **settings)
     assert len([w for w in caught if "left out" in str(w.message)]) == 1
     lost = int(np.isnan(solution.history["entropy"]).sum())
     assert 0 < lost < 8
@@ -569,10 +538,9 @@ def test_a_batch_whose_particles_died_is_left_out():
 
 
 def test_an_episode_whose_particles_died_does_not_take_its_batch_with_it():
+    settings = dict(iterations=5, batch_size=20, seed=0, progress=False)
     with pytest.warns(UserWarning, match="likelihoods are noisy"):  # but nothing is left out
-        solution = cids.fit(
-            Needle(), likelihood=ParticleFilter(4), iterations=5, batch_size=20, seed=0, progress=False
-        )
+        solution = cids.fit(Needle(), likelihood=ParticleFilter(4), **settings)
     assert bool(np.isfinite(solution.history["entropy"]).all())
 
 
@@ -580,20 +548,14 @@ def test_a_filter_that_always_dies_stops_the_fit():
     class Dead(Dying):
         always = True
 
-    with (
-        pytest.warns(UserWarning, match="left out"),
-        pytest.raises(DegenerateWeightsError, match="20 batches in a row"),
-    ):
+    dead = pytest.raises(DegenerateWeightsError, match="20 batches in a row")
+    with pytest.warns(UserWarning, match="left out"), dead:
         cids.fit(LineGrid(), likelihood=Dead(32), iterations=50, batch_size=4, seed=0, progress=False)
 
 
 def test_callbacks_are_told_and_tensorboard_writes(tmp_path):
     seen = []
-    cids.fit(
-        LineGrid(),
-        **SHORT,
-        callbacks=[lambda *told: seen.append(told), TensorBoard(tmp_path)],
-    )
+    cids.fit(LineGrid(), **SHORT, callbacks=[lambda *told: seen.append(told), TensorBoard(tmp_path)])
     assert [iteration for iteration, _, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert {"return", "entropy", "temperature"} <= set(seen[0][1])
     (events,) = tmp_path.iterdir()
@@ -607,15 +569,6 @@ def test_a_progress_bar_says_how_it_goes_and_how_long_it_takes(capsys):
     for word in ("C-IDS, 20 episodes an iteration, likelihoods by exact", "return", "H bits", "τ"):
         assert word in shown
     assert re.search(r"\d/30 \[\d\d:\d\d<\d\d:\d\d", shown)  # time taken, time left
-
-
-def test_lines_say_it_too(monkeypatch):
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_TO_FIRST_LINE", 0.0)
-    monkeypatch.setattr("cpomdp_ppl.progress.SECONDS_BETWEEN_LINES", math.inf)
-    said = []
-    cids.fit(LineGrid(), **{**SHORT, "progress": said.append})
-    (line,) = said
-    assert re.search(r"likelihoods by exact: 1 of 6 iterations, return .*, H bits .*, τ .*; .* left$", line)
 
 
 @pytest.mark.slow
@@ -634,8 +587,11 @@ def test_a_finite_model_is_fitted_exactly_unless_told_otherwise():
         ("likelihood", "exactly"),
         ("objective", "reward"),
         ("temperature", -1.0),
+        ("prior", "beta"),
         ("prior", [0.5, 0.6]),
         ("prior", [[0.5, 0.5]]),
+        ("prior", [0.5, 0.2, 0.3]),
+        ("prior", lambda n: torch.full((n, 3), 1 / 3)),
         ("policy", nn.Linear(2, 2)),
         ("policy", LineGrid),
         ("iterations", 0),
@@ -737,8 +693,6 @@ def test_a_checkpoint_holds_the_best_so_far(tmp_path, every, weights_of):
 
 def test_a_checkpoint_of_other_policies(tmp_path):
     settings = {**SHORT, "iterations": 2}
-    cids.fit(LineGrid(), **settings, prior="dirichlet", checkpoint=tmp_path / "amortised")
-    assert cids.load(tmp_path / "amortised", LineGrid()).policy.amortised
     mine = cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine")
     mine.save(tmp_path / "saved")
     for place in (tmp_path / "mine", tmp_path / "saved"):
@@ -750,9 +704,8 @@ def test_a_checkpoint_of_other_policies(tmp_path):
     state = torch.load(tmp_path / "mine" / "checkpoint.pt", weights_only=True)
     del state["version"]  # as they were before
     torch.save(state, tmp_path / "mine" / "checkpoint.pt")
-    assert same_weights(
-        cids.load(tmp_path / "mine", LineGrid(), policy=Table(LineGrid())).policy, mine.policy
-    )
+    old = cids.load(tmp_path / "mine", LineGrid(), policy=Table(LineGrid()))
+    assert same_weights(old.policy, mine.policy)
     with pytest.raises(CheckpointError, match="written by another version"):
         cids.fit(LineGrid(), **settings, policy=Table(LineGrid()), checkpoint=tmp_path / "mine")
     del state["prior"]  # as they were even earlier

@@ -467,17 +467,6 @@ def test_runs_that_have_settled_are_not_drawn_as_if_they_had_no_regret():
     np.testing.assert_allclose(left.lines[0].get_ydata(), k * float(regret[0, 0]))  # sensing earns nothing
 
 
-def test_a_picture_where_nobody_knows_what_there_is_to_be_had():
-    class NoOptimum(LightDark):
-        def context_known_return(self):
-            return None
-
-    settings = {"solution": RandomPolicy(3), **GAUSSIAN}
-    run = cids.run(NoOptimum(horizon=3), [0, 1], 2, **settings)
-    assert run.plot().axes[0].get_ylabel() == "return"
-    assert run.plot([1.0, 2.0]).axes[0].get_ylabel() == "cumulative regret"
-
-
 def test_pictures_of_a_run():
     """Regret and belief in the truth where contexts are known; returns and all beliefs where they are not."""
     model = LightDark(horizon=4)
@@ -491,3 +480,11 @@ def test_pictures_of_a_run():
     assert left.get_ylabel() == "return"
     np.testing.assert_allclose(left.lines[0].get_ydata(), run.returns[0])
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["light right", "light left"]
+
+    class NoOptimum(LightDark):
+        def context_known_return(self):
+            return None
+
+    run = cids.run(NoOptimum(horizon=3), [0, 1], 2, **settings)
+    assert run.plot().axes[0].get_ylabel() == "return"  # nobody knows what there is to be had
+    assert run.plot([1.0, 2.0]).axes[0].get_ylabel() == "cumulative regret"

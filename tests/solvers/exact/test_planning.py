@@ -500,8 +500,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize(
-    "decision",
-    [torch.tensor([3]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([0, 1]), "left"],
+    "decision", [torch.tensor([3]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([0, 1]), "left"]
 )
 def test_policies_that_make_no_sense(decision: Any) -> None:
     with pytest.raises(ValueError, match="policy: expected"):

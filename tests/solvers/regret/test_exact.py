@@ -228,12 +228,6 @@ def test_too_many_posteriors():
         exact_regret(ContextualTiger(horizon=4), 5, temperature=1.0, max_posteriors=20)
 
 
-def test_a_prior_that_excludes_a_context():
-    run = exact_regret(LineGrid(5), 3, temperature=1.0, prior=[0.0, 1.0])
-    np.testing.assert_allclose(run.regret, 0, atol=1e-9)
-    assert list(run.num_posteriors) == [1, 1, 1]
-
-
 def test_with_nothing_to_find_out_there_is_no_regret():
     for run in (
         exact_regret(Alone(), 2, temperature=1.0),

@@ -14,7 +14,7 @@ from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves
-from solvers import cids, exact, regret
+from solvers import cids, exact
 from solvers.regret.invariance import Gaps, Restricted, merge_invariant_contexts, policy_gaps
 from tests.programs import Dice, EyesOpen, Learnable, Plates, Walk
 from tests.solvers import truth
@@ -50,14 +50,6 @@ class LightThrice(Repeated, LightDark):
 
 
 # ---- gaps --------------------------------------------------------------------------------------------------
-
-
-def test_gaps_of_the_line_grid_by_hand():
-    model = LineGrid(high_value=20.0, low_value=10.0, penalty=50.0)
-    found = policy_gaps(model)
-    assert found.source == "exact"
-    np.testing.assert_allclose(found.values, [[20, -40], [-40, 20]])
-    np.testing.assert_allclose(found.gaps, [[0, 60], [60, 0]])
 
 
 @pytest.mark.parametrize("model", [ContextualTiger(horizon=5), LineGrid(5, start=1, penalty=15.0)])
@@ -181,14 +173,6 @@ def test_contexts_that_matter_are_kept(model):
     assert "kept" in str(found)
 
 
-def test_light_and_dark_are_kept():
-    found = regret.merge_invariant_contexts(
-        LightDark(), 5.0, policy=[always(1), always(0)], num_episodes=200, seed=1
-    )
-    assert found.kept == (0, 1)
-    assert found.model.context_names == LightDark.contexts
-
-
 def test_a_context_that_is_there_twice_goes():
     model = GridThrice()
     found = merge_invariant_contexts(model, 0.0)
@@ -243,15 +227,6 @@ def test_contexts_may_be_named():
     assert named.context_names == ("right dull", "left dull")
     numbered = Restricted(ContextualTiger(), torch.tensor([2, 1]), [0.5, 0.5])
     assert numbered.context_names == named.context_names
-
-
-def test_a_restricted_model_plays_as_the_original():
-    model = LightDark()
-    left = Restricted(model, [1], [1.0])
-    one = simulate(left, always(0), 50, contexts=0, seed=3)
-    other = simulate(model, always(0), 50, contexts=1, seed=3)
-    assert torch.equal(one.states, other.states)
-    assert torch.equal(one.returns, other.returns)
 
 
 @pytest.mark.parametrize("kind", [Walk, Plates, EyesOpen, Learnable, Dice, ContextualTiger])
