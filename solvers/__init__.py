@@ -3,14 +3,14 @@
 import sys
 
 from solvers import cids
-from solvers.cids import callbacks, estimator, group, objective, policy, priors, schedules, solution
+from solvers.cids import estimator, group, objective, policy, priors, schedules, solution, training
 from solvers.regret import plots
 
 __all__ = ["cids"]
 
 # The names that these modules had before `solvers.cids` became a package, for imports that users have.
 _EARLIER = {
-    "callbacks": callbacks,
+    "callbacks": training,
     "estimators": estimator,
     "objectives": objective,
     "policies": policy,

@@ -1,13 +1,12 @@
 """C-IDS: learn a policy that earns reward and finds out the context."""
 
-from solvers.cids.callbacks import TensorBoard
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.objective import Information, Objective, Variational
 from solvers.cids.policy import LSTMPolicy
 from solvers.cids.priors import DirichletPriors
 from solvers.cids.schedules import Constant, Geometric, Linear
 from solvers.cids.solution import Solution, load
-from solvers.cids.training import Interrupted, fit
+from solvers.cids.training import Interrupted, TensorBoard, fit
 from solvers.episodes.algorithm1 import run
 from solvers.episodes.record import RunInterrupted
 

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.progress import Bar, Progress
-    from solvers.cids.callbacks import Callback
     from solvers.cids.estimator import Estimator
     from solvers.cids.group import SingleProcess
     from solvers.cids.learner import Learner
@@ -49,6 +48,44 @@ if TYPE_CHECKING:
 
 WINDOW = 20
 """How many iterations are averaged to decide which policy was the best."""
+
+
+class Callback(Protocol):
+    """Called after every iteration."""
+
+    def __call__(self, iteration: int, measured: Mapping[str, float], policy: Any) -> None:
+        """Take note.
+
+        Args:
+            iteration: How many are over, from 1.
+            measured: What was measured on the batch, by the names of `Solution.history`.
+            policy: As it is now; not to be changed.
+        """
+        ...
+
+
+class TensorBoard:
+    """Write every measurement to TensorBoard; needs the extra `tensorboard`.
+
+    Args:
+        directory: Directory of the event files.
+
+    Examples:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> from solvers import cids
+        >>> cids.fit(LineGrid(), callbacks=[TensorBoard("runs/line_grid")])  # doctest: +SKIP
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory))
+
+    def __call__(self, iteration: int, measured: Mapping[str, float], policy: Any) -> None:
+        """Write one iteration."""
+        for name, value in measured.items():
+            self.writer.add_scalar(name, value, iteration)
+        self.writer.flush()
 
 
 class Interrupted(KeyboardInterrupt):

@@ -23,7 +23,6 @@ from cpomdp_ppl.experiments.files import CheckpointError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from solvers import cids
-from solvers.cids.callbacks import TensorBoard
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.experience import Experience
 from solvers.cids.learner import DivergedError, Learner
@@ -555,7 +554,7 @@ def test_a_filter_that_always_dies_stops_the_fit():
 
 def test_callbacks_are_told_and_tensorboard_writes(tmp_path):
     seen = []
-    cids.fit(LineGrid(), **SHORT, callbacks=[lambda *told: seen.append(told), TensorBoard(tmp_path)])
+    cids.fit(LineGrid(), **SHORT, callbacks=[lambda *told: seen.append(told), cids.TensorBoard(tmp_path)])
     assert [iteration for iteration, _, _ in seen] == [1, 2, 3, 4, 5, 6]
     assert {"return", "entropy", "temperature"} <= set(seen[0][1])
     (events,) = tmp_path.iterdir()

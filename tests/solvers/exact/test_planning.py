@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -119,31 +120,44 @@ def trees(model: Machine, steps: int) -> Iterator[Tree]:
             yield a, subtrees
 
 
-def walk(model: Machine, tree: Tree, p: Reals, path: Path, found: dict[Path, Reals]) -> Reals:
-    """Follow a tree from `P(h, s | c)` `[C, N]`: returns `[C]` from here on; `P(y | c)` of every path y."""
-    a, then = tree
-    returns = (p * model.tables["reward"][:, a]).sum(1)
-    moved = np.einsum("cs,cst->ct", p, model.tables["transition"][:, a])
-    chances = model.chances(a)
-    for o in range(chances.shape[-1]):
-        seen = moved * chances[:, :, o]
-        if then:
-            returns = returns + walk(model, then[o], seen, (*path, a, o), found)
-        else:
-            found[(*path, a, o)] = seen.sum(1)
-    return returns
+def histories(model: Machine, act: Callable[[Path], list[float]]) -> tuple[Reals, dict[Path, Reals]]:
+    """Returns `[C]` and `P(y | c)` `[C]` by path of a random policy, by recursion over histories."""
+    ends: dict[Path, Reals] = {}
+
+    def follow(p: Reals, path: Path, steps: int) -> Reals:
+        if not steps:
+            ends[path] = p.sum(1)
+            return np.zeros(len(p))
+        returns = np.zeros(len(p))
+        for a, chance in enumerate(act(path)):
+            if not chance:
+                continue
+            returns += chance * (p * model.tables["reward"][:, a]).sum(1)
+            moved = chance * np.einsum("cs,cst->ct", p, model.tables["transition"][:, a])
+            chances = model.chances(a)
+            for o in range(chances.shape[-1]):
+                returns += follow(moved * chances[:, :, o], (*path, a, o), steps - 1)
+        return returns
+
+    first = model.chances(None)
+    start = [model.tables["initial"] * first[:, :, o] for o in range(first.shape[-1])]
+    returns = sum(follow(p, (o,), model.horizon) for o, p in enumerate(start))
+    return np.asarray(returns), ends
+
+
+def decided(choice: tuple[Tree, ...], A: int, path: Path) -> list[float]:
+    """What trees do, one for each outcome at time 0, as probabilities `[A]`."""
+    a, then = choice[path[0]]
+    for o in path[2::2]:
+        a, then = then[o]
+    return np.eye(A)[a].tolist()
 
 
 def policies(model: Machine) -> Iterator[tuple[Reals, Reals]]:
     """Of every deterministic policy: returns `[C]`, and `P(y | c)` `[Y, C]`."""
-    first = model.chances(None)
-    for choice in product(list(trees(model, model.horizon)), repeat=first.shape[-1]):
-        found: dict[Path, Reals] = {}
-        returns = sum(
-            walk(model, tree, model.tables["initial"] * first[:, :, o], (o,), found)
-            for o, tree in enumerate(choice)
-        )
-        yield np.asarray(returns), np.stack(list(found.values()))
+    for choice in product(list(trees(model, model.horizon)), repeat=model.chances(None).shape[-1]):
+        returns, found = histories(model, partial(decided, choice, model.num_actions))
+        yield returns, np.stack(list(found.values()))
 
 
 def information(prior: Reals, likelihood: Reals) -> float:
@@ -341,29 +355,6 @@ def test_what_is_nearly_impossible_is_not_merged_with_what_is() -> None:
 
 
 # Any policy.
-
-
-def histories(model: Machine, act: Callable[[Path], list[float]]) -> tuple[Reals, dict[Path, Reals]]:
-    """Returns `[C]` and `P(y | c)` `[C]` by path of a random policy, by recursion over histories."""
-    ends: dict[Path, Reals] = {}
-
-    def follow(p: Reals, path: Path, steps: int) -> Reals:
-        if not steps:
-            ends[path] = p.sum(1)
-            return np.zeros(len(p))
-        returns = np.zeros(len(p))
-        for a, chance in enumerate(act(path)):
-            returns += chance * (p * model.tables["reward"][:, a]).sum(1)
-            moved = chance * np.einsum("cs,cst->ct", p, model.tables["transition"][:, a])
-            chances = model.chances(a)
-            for o in range(chances.shape[-1]):
-                returns += follow(moved * chances[:, :, o], (*path, a, o), steps - 1)
-        return returns
-
-    first = model.chances(None)
-    start = [model.tables["initial"] * first[:, :, o] for o in range(first.shape[-1])]
-    returns = sum(follow(p, (o,), model.horizon) for o, p in enumerate(start))
-    return np.asarray(returns), ends
 
 
 def moody(path: Path) -> list[float]:
