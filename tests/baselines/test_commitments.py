@@ -43,34 +43,27 @@ def return_by_tables(model, plan, start, time):
     return total + np.zeros(len(p))
 
 
-def test_returns_are_those_of_the_tables():
-    """From every state at every time at once, the horizon included, where nothing is left to earn."""
-    model = LineGrid(horizon=5)
+@pytest.mark.parametrize("compute", [returns_of, returns_after])
+def test_returns_are_those_of_the_tables(compute):
+    """From every state at every time at once, of plans alone or each after every action.
+
+    At the horizon, where no action is left to take, plans earn nothing.
+    """
+    model, T = LineGrid(horizon=5), 6 if compute is returns_of else 5
     G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
-    state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(6), indexing="ij"))
+    state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(T), indexing="ij"))
     with inference_scope(model, 0):
         programs = ParticleFilter(2).recursion(model)
-        returns = returns_of(G, programs, state[None, :, None].expand(2, -1, 2), time)
+        returns = compute(G, programs, state[None, :, None].expand(2, -1, 2), time)
     for r, (s, t) in enumerate(zip(state.tolist(), time.tolist(), strict=True)):
         for g, plan in enumerate(G.tolist()):
-            np.testing.assert_array_equal(returns[:, r, g], return_by_tables(model, plan, s, t))
-    assert returns[:, time == 5].abs().max() == 0 < returns.abs().max()
-
-
-def test_returns_after_an_action_are_those_of_the_tables():
-    """From every state at every time: the action is taken there and then, and the plan kept to thereafter."""
-    model = LineGrid(horizon=4)
-    G = plans(model, ["left", "right", lambda t: (RIGHT, STAY, LEFT)[t % 3]])
-    state, time = (grid.flatten() for grid in torch.meshgrid(torch.arange(8), torch.arange(4), indexing="ij"))
-    with inference_scope(model, 0):
-        programs = ParticleFilter(2).recursion(model)
-        returns = returns_after(G, programs, state[None, :, None].expand(2, -1, 2), time)
-    assert returns.shape == (2, 32, 3, 3)
-    for r, (s, t) in enumerate(zip(state.tolist(), time.tolist(), strict=True)):
-        for g, plan in enumerate(G.tolist()):
-            for a in range(3):
-                taken = [a if step == t else plan[step] for step in range(4)]
-                np.testing.assert_array_equal(returns[:, r, a, g], return_by_tables(model, taken, s, t))
+            if compute is returns_of:
+                np.testing.assert_array_equal(returns[:, r, g], return_by_tables(model, plan, s, t))
+            else:
+                for a in range(3):
+                    taken = [*plan[:t], a, *plan[t + 1 :]]
+                    np.testing.assert_array_equal(returns[:, r, a, g], return_by_tables(model, taken, s, t))
+    assert returns.abs().max() > 0
 
 
 @pytest.mark.slow

@@ -447,23 +447,18 @@ def test_roots_are_drawn_from_the_filter():
 
 
 @pytest.mark.slow
-def test_pouct_gets_most_of_what_can_be_had_on_the_line():
-    """UCT written independently, with these settings and exact beliefs, gets 77 ± 2.5 percent."""
-    model = LineGrid()
-    policy = POUCT(model, num_simulations=200, num_particles=100, rollout="random", exploration=20.0)
-    watched = Regretful(policy, model)
+@pytest.mark.parametrize(
+    ("horizon", "num_simulations", "settings", "share"),
+    [
+        (10, 200, {"rollout": "random", "exploration": 20.0}, 0.65),  # UCT written independently, with these
+        (7, 100, {"rollout": "commitment"}, 0.75),  # settings and exact beliefs: 77 ± 2.5 and 86.8 ± 1.3 %
+    ],
+)
+def test_pouct_gets_most_of_what_can_be_had_on_the_line(horizon, num_simulations, settings, share):
+    model = LineGrid(horizon=horizon)
+    watched = Regretful(POUCT(model, num_simulations, num_particles=100, **settings), model)
     simulate(model, watched, 40, contexts="balanced", seed=0)
-    assert watched.value > 0.65 * watched.plan.value
-
-
-@pytest.mark.slow
-def test_with_commitments_pouct_gets_far_with_few_simulations():
-    """UCT written independently, with these settings and exact beliefs, gets 86.8 ± 1.3 percent."""
-    model = LineGrid(horizon=7)
-    policy = POUCT(model, num_simulations=100, num_particles=100, rollout="commitment")
-    watched = Regretful(policy, model)
-    simulate(model, watched, 30, contexts="balanced", seed=0)
-    assert watched.value > 0.75 * watched.plan.value
+    assert watched.value > share * watched.plan.value
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from baselines.commitments import plans
 from baselines.qmdp import QMDP
 from cpomdp_ppl import simulate
 from cpomdp_ppl.evaluation import evaluate
-from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
-from cpomdp_ppl.policy import History, Percept
+from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.policy import Percept
+from tests.baselines.upfront import first_decision
 from tests.conftest import assert_mean
-from tests.programs import EyesOpen, Plates
 from tests.solvers import truth
 
 LEFT, RIGHT, LOOK = range(3)
@@ -261,44 +261,8 @@ def test_of_equal_actions_the_first_is_taken():
     assert bool((episodes.actions[:, 0] == LEFT).all())
 
 
-def first_decision(policy, prior):
-    nothing = Percept(None, {"z": torch.zeros(len(prior))}, {"z": torch.zeros(len(prior)).bool()})
-    return policy.act(History((nothing,)), policy.start(prior))
-
-
 def decide(policy, num_episodes=8):
     return simulate(policy.model, policy, num_episodes, contexts="balanced", seed=5).actions
-
-
-@pytest.mark.slow
-def test_a_seed_decides_everything_and_the_caller_notices_nothing():
-    model = LightDark(horizon=5)
-    settings = dict(temperature=5.0, num_particles=50, outcomes=4, states=4)
-    once, again, other = (QMDP(model, seed=seed, **settings) for seed in (1, 1, 2))
-    assert torch.equal(decide(once), decide(again))
-    values = [policy.values(started(policy, 3), 0) for policy in (once, again, other)]
-    assert torch.equal(values[0], values[1])
-    assert not torch.equal(values[0], values[2])
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first_decision(QMDP(model, seed=None, **settings), torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_acting_leaves_the_memory_as_it_was():
-    model = LightDark(horizon=6)
-    policy = QMDP(model, temperature=5.0, num_particles=100, outcomes=4, states=8)
-    nothing = Percept(None, {"z": torch.zeros(4)}, {"z": torch.zeros(4).bool()})
-    history = History((nothing, percept(model, LOOK, 4, z=1.5)))
-    memory = started(policy, 4)
-    state = memory.belief.state.clone()
-    once, after = policy.act(history, memory)
-    again, same = policy.act(history, memory)
-    assert torch.equal(once, again)
-    assert torch.equal(after.log_posterior, same.log_posterior)
-    assert torch.equal(memory.belief.state, state)
-    assert bool((memory.log_posterior.exp() == 0.5).all())
-    assert not bool((after.log_posterior.exp() == 0.5).any())
 
 
 def test_chunks_change_nothing_where_there_is_no_luck():
@@ -322,37 +286,10 @@ def test_a_certain_context_has_nothing_to_tell():
     assert actions.tolist() == [RIGHT, LEFT]
 
 
-@pytest.mark.parametrize("program", [EyesOpen, Plates, Beacons])
-def test_it_decides_in_models_of_every_kind(program):
-    model = program()
-    model.horizon = 3
-    policy = QMDP(model, temperature=0.5, num_particles=50, outcomes=4, states=8)
-    episodes = simulate(model, policy, 6, seed=0)
-    assert episodes.actions.shape == (6, 3)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("model", LineGrid),
-        ("commitments", []),
-        ("commitments", "left"),
-        ("commitments", [3]),
-        ("temperature", -1.0),
-        ("temperature", math.nan),
-        ("temperature", "hot"),
-        ("num_particles", 0),
-        ("outcomes", 1.5),
-        ("states", True),
-        ("chunk", 0),
-        ("seed", -1),
-        ("seed", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("argument", "value"), [("outcomes", 1.5), ("states", True)])
 def test_bad_arguments_are_named(argument, value):
-    settings = {"model": LineGrid(), argument: value}
     with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
-        QMDP(**settings)
+        QMDP(LineGrid(), **{argument: value})
 
 
 @pytest.mark.parametrize("time", [-1, 10])

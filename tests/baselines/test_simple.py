@@ -135,13 +135,10 @@ def test_models_with_an_initial_observation_are_followed_from_the_start():
     assert simulate(model, rule, 3, seed=0).actions.shape == (3, model.horizon)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("action", "up"), ("action", 3), ("action", [1])],
-)
-def test_actions_that_are_none(argument, value):
-    with pytest.raises(ValueError, match=argument):
-        Always(LightDark(), value)
+@pytest.mark.parametrize("action", ["up", 3, [1]])
+def test_actions_that_are_none(action):
+    with pytest.raises(ValueError, match="action"):
+        Always(LightDark(), action)
 
 
 @pytest.mark.parametrize(

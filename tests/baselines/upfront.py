@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import torch
 
 from cpomdp_ppl import CPOMDP
+from cpomdp_ppl.policy import History, Percept
 from tests.solvers import truth
 
 BROKEN, WORKING, SOLD = range(3)
@@ -93,3 +94,9 @@ class Regretful:
     def value(self):
         """What the policy is worth."""
         return self.plan.value - float(self.shortfall.mean())
+
+
+def first_decision(policy, prior):
+    """What a policy does in Light–Dark before it has seen anything, and its memory."""
+    nothing = Percept(None, {"z": torch.zeros(len(prior))}, {"z": torch.zeros(len(prior)).bool()})
+    return policy.act(History((nothing,)), policy.start(prior))
