@@ -66,11 +66,6 @@ class DegenerateWeightsError(ArithmeticError):
 def invalid(argument: str, value: Any, expected: str) -> ValueError:
     """The error that says which argument is wrong, what it was and what it should be.
 
-    Args:
-        argument: The argument's name.
-        value: What the caller passed.
-        expected: What would have been accepted, as a noun phrase.
-
     Examples:
         >>> raise invalid("num_episodes", 0, "a positive integer")
         Traceback (most recent call last):

@@ -37,21 +37,6 @@ class Generative:
     """The programs of a model on N states at once, each with a context and an action of its own.
 
     To be made and used inside `cpomdp_ppl.inference.inference_scope`, which sees to seeds and gradients.
-
-    Args:
-        model: The CPOMDP.
-
-    Examples:
-        >>> import torch
-        >>> from cpomdp_ppl.inference import inference_scope
-        >>> from cpomdp_ppl.models import LightDark
-        >>> model = LightDark()
-        >>> with inference_scope(model, seed=0):
-        ...     programs = Generative(model)
-        ...     contexts = torch.tensor([0, 1, 1])
-        ...     step = programs.step(programs.initial(contexts), torch.tensor([0, 1, 2]), contexts)
-        >>> step.reward.shape, step.percept.observed["z"]
-        (torch.Size([3]), tensor([False, False,  True]))
     """
 
     def __init__(self, model: CPOMDP) -> None:

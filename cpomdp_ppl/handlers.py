@@ -34,10 +34,6 @@ class Batched(Messenger):
 
     Pyro's plates also keep account of conditional independence. On a small batch, that costs more than all
     the rest of a particle filter's step, and nobody reads the account here.
-
-    Args:
-        batch_shape: The engine's axes, for instance `[context, episode, particle]`.
-        max_plate_nesting: How many axes on the right belong to plates of the program.
     """
 
     def __init__(self, batch_shape: Sequence[int], max_plate_nesting: int = 0) -> None:

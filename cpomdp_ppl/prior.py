@@ -30,13 +30,7 @@ def as_prior(prior: Tensor | Sequence[float], num_contexts: int, num_episodes: i
 
 
 def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
-    """Check a single prior over contexts, the model's if None; a copy that sums to 1, float64 `[C]`.
-
-    Examples:
-        >>> from cpomdp_ppl.models import ContextualTiger
-        >>> one_prior(None, ContextualTiger()).tolist()  # the model's prior is in single precision
-        [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
-    """
+    """Check a single prior over contexts, the model's if None; a copy that sums to 1, float64 `[C]`."""
     C = model.num_contexts
     p = real_tensor("prior", model.prior().detach() if prior is None else prior)
     require(p.shape == (C,), "prior", list(p.shape), f"shape [{C}]")
@@ -47,15 +41,9 @@ def one_prior(prior: Tensor | Sequence[float] | None, model: CPOMDP) -> Tensor:
 def stratified(prior: Tensor, num_episodes: int, offset: float = 0.5) -> Tensor:
     """Contexts in proportion to a prior `[C]`, as evenly as whole episodes allow, int64 `[B]`.
 
-    Rare contexts may not be among them: with a random offset a mean over such episodes is right on average,
-    with any other it is not. `weighted_strata` leaves out none.
-
-    Args:
-        prior: Prior over contexts, `[C]`; or one for each episode, `[B, C]`, in which case chance decides
-            which episode gets which part of its distribution.
-        num_episodes: How many episodes B.
-        offset: A number in [0, 1); if it is drawn at random, every episode's context is distributed like the
-            prior.
+    Rare contexts may not be among them: with a random offset in [0, 1) a mean over such episodes is right on
+    average, with any other it is not. `weighted_strata` leaves out none. With one prior for each episode,
+    `[B, C]`, chance decides which episode gets which part of its distribution.
 
     Examples:
         >>> stratified(torch.tensor([0.5, 0.25, 0.25]), 4)
@@ -78,11 +66,6 @@ def weighted_strata(
     proportion to the prior. An episode has the weight `P(c) / n_c` in means over episodes: these are then
     right on average, as `Σ_c P(c)` times the mean of context c is. If there are fewer episodes than possible
     contexts, contexts are drawn from the prior, and all weights are equal.
-
-    Args:
-        prior: Prior over contexts, `[C]`.
-        num_episodes: How many episodes B.
-        seed: Seed of the draws, if there are any.
 
     Returns:
         Contexts in ascending order, int64 `[B]`, and weights that sum to 1, float64 `[B]`.

@@ -113,11 +113,6 @@ def signature(model: CPOMDP) -> Signature:
     """Run a model's `initial` and `observation` once, with no batch, and note shapes and types.
 
     Without a batch, all axes are those of the program.
-
-    Examples:
-        >>> from cpomdp_ppl.models import LightDark
-        >>> signature(LightDark()).observations["z"].shape
-        torch.Size([])
     """
     with isolated(0):
         return read_signature(model)

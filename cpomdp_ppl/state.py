@@ -16,10 +16,6 @@ def map_state(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Apply `function` to every leaf of `state` (and of `others`, which have the same structure).
 
     None, for a state that is not known, stays None.
-
-    Examples:
-        >>> map_state(torch.neg, {"position": torch.ones(2), "heading": torch.tensor(0.5)})
-        {'position': tensor([-1., -1.]), 'heading': tensor(-0.5000)}
     """
     if state is None:
         return None

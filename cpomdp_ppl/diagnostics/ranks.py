@@ -110,13 +110,6 @@ def normalised_ranks(truth: Tensor, draws: Tensor, possible: Tensor | None = Non
     It is `(rank + u) / (M + 1)` with u uniform: exactly uniform, if the truth is one more such draw. Draws
     that equal the truth are tied with it; where all draws are the same up to rounding, up to rounding. Only
     `possible` draws count; the rank is NaN where there are none.
-
-    Example:
-        >>> from cpomdp_ppl.rng import isolated
-        >>> with isolated(0):
-        ...     rank = normalised_ranks(torch.tensor([[2.5]]), torch.arange(4.0).reshape(1, 4, 1))
-        >>> 3 / 5 <= rank.item() < 4 / 5
-        True
     """
     exact = not (truth.is_floating_point() or draws.is_floating_point())
     unit = 0.0 if exact else max(torch.finfo(x.dtype).eps for x in (truth, draws) if x.is_floating_point())
