@@ -70,10 +70,7 @@ class ModelSpec:
             return None
 
     def build(self, *, check: bool = True) -> CPOMDP:
-        """Make the model.
-
-        Args:
-            check: Whether to look for faults in its programs as well.
+        """Make the model, and look for faults in its programs unless told not to.
 
         Raises:
             CommandError: If it cannot be found, is not a CPOMDP, or does not take the arguments.

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 def spec_of(folder: RunFolder, options: Namespace) -> ModelSpec:
     """The model of a run; or that of `--model`, with the run's arguments unless `--argument` has others.
 
-    Args:
-        folder: The run folder.
-        options: The options of the command, with `other` and `other_arguments`.
-
     Raises:
         RunFolderError: If the code that the record names may not be run, or is not there.
     """

@@ -24,27 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Results:
-    """A run folder, and what a command does there.
-
-    Attributes:
-        folder: The run folder.
-        command: The name of the command.
-        settings: The settings of the command.
-        seed: Seed of all random numbers: as it was given, or noted in the folder, or fresh.
-        options: The options, as they were given.
-        outputs: Files that the command writes anew every time; none if it goes on where it was stopped.
-        beside: Whether they are added to the results of another command.
-        replaced: Whether former results have been removed, so that all that is there is new.
-    """
+    """A run folder, and what a command does there."""
 
     folder: RunFolder
     command: str
     settings: Mapping[str, Any]
-    seed: int
+    seed: int  # seed of all random numbers: as it was given, or noted in the folder, or fresh
     options: Namespace
+    # files that the command writes anew every time; none if it goes on where it was stopped
     outputs: Sequence[str] = ()
-    beside: bool = False
-    replaced: bool = False
+    beside: bool = False  # whether they are added to the results of another command
+    replaced: bool = False  # whether former results have been removed, so that all that is there is new
 
     @staticmethod
     def at(

@@ -62,26 +62,16 @@ def load_solution(folder: RunFolder, model: CPOMDP) -> Any:
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """A model, and who acts in it.
+    """A model, and who acts in it."""
 
-    Attributes:
-        spec: Names the model.
-        model: The model.
-        actor: Who acts: a policy, or how it is made.
-        prior: The prior over contexts of `--prior`, or that the solution was learned for; None for the
-            model's.
-        seed: Seed of all random numbers: as it was given, or noted in the folder of `--run`, or fresh.
-        folder: The run folder with the solution; None if the policy was named.
-        settings: What decides the results of any command about this target.
-    """
-
-    spec: ModelSpec
+    spec: ModelSpec  # names the model
     model: CPOMDP
-    actor: Recipe | Policy
+    actor: Recipe | Policy  # who acts: a policy, or how it is made
+    # the prior over contexts of `--prior`, or that the solution was learned for; None for the model's
     prior: Any
-    seed: int
-    folder: RunFolder | None
-    settings: Mapping[str, Any]
+    seed: int  # seed of all random numbers: as it was given, or noted in the folder of `--run`, or fresh
+    folder: RunFolder | None  # the run folder with the solution; None if the policy was named
+    settings: Mapping[str, Any]  # what decides the results of any command about this target
 
     @staticmethod
     def of(options: Namespace) -> CommandTarget:
@@ -154,14 +144,7 @@ class CommandTarget:
     def results(
         self, options: Namespace, command: str, settings: Mapping[str, Any], outputs: Sequence[str]
     ) -> Results:
-        """Where the results of a command about this target go: beside the solution, or to another folder.
-
-        Args:
-            options: The options of the command.
-            command: The name of the command.
-            settings: The settings of the command; those of the target are added.
-            outputs: All files that it may write to the folder.
-        """
+        """Where the results of a command about this target go: beside the solution, or to another folder."""
         settings = {**self.settings, **settings}
         if self.folder is None or options.run is not None:
             return Results.at(options, command, self.spec, settings, outputs, self.seed)

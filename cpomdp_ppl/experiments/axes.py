@@ -31,13 +31,9 @@ ARRAY_KINDS = NUMBERS + "USmM"
 
 @dataclass(frozen=True)
 class Product:
-    """The product of several axes; the last one varies fastest.
+    """The product of several axes; the last one varies fastest."""
 
-    Attributes:
-        values: Values by axis and label.
-    """
-
-    values: Mapping[str, Mapping[Any, Any]]
+    values: Mapping[str, Mapping[Any, Any]]  # values by axis and label
 
     @staticmethod
     def of(axes: Mapping[str, Axis]) -> Product:
@@ -75,11 +71,7 @@ class Product:
         return [{name: found[name][label] for name, label in point.items()} for point in self.points]
 
     def assembled(self, outcomes: Mapping[int, xr.Dataset]) -> xr.Dataset:
-        """All outcomes in one, with NaN, or what stands for it, where there are none.
-
-        Args:
-            outcomes: Outcomes of one form, by number of the point.
-        """
+        """All outcomes in one, with NaN, or what stands for it, where there are none."""
         coords = {name: xr.Variable((name,), np.array(list(axis))) for name, axis in self.values.items()}
         if not outcomes:
             return xr.Dataset(coords=coords)
@@ -117,11 +109,7 @@ def _form(outcome: xr.Dataset) -> dict[str, Any]:
 
 
 def as_dataset(outcome: Any, axes: Iterable[str]) -> xr.Dataset:
-    """What a task returned, as a Dataset that is completely in memory.
-
-    Args:
-        outcome: Numbers or arrays by name, a DataArray with a name, or a Dataset.
-        axes: Names that the outcome cannot use itself.
+    """What a task returned (numbers or arrays by name, a DataArray, a Dataset), as a Dataset in memory.
 
     Raises:
         ValueError: If it is something else.

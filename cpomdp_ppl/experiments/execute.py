@@ -140,11 +140,7 @@ _PROCESS = secrets.token_hex(8)  # on another machine, somebody may have the sam
 
 
 class RemoteCall:
-    """A function with what is global in the caller's process: Pyro's params, torch's dtype and device.
-
-    Args:
-        function: Function of one item.
-    """
+    """A function with what is global in the caller's process: Pyro's params, torch's dtype and device."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         store = pyro.get_param_store()

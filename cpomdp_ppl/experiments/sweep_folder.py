@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from cpomdp_ppl.errors import require
 from cpomdp_ppl.experiments.axes import as_dataset
-from cpomdp_ppl.experiments.files import CheckpointError
+from cpomdp_ppl.experiments.files import CheckpointError, as_directory
 from cpomdp_ppl.experiments.fingerprint import require_same
 from cpomdp_ppl.experiments.store import Store
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 FORMAT = 2
 RECORD, POINTS = "sweep.json", "points"
@@ -37,20 +36,12 @@ class SweepFolder(Store):
     labels, and fingerprints of the values that they stand for. It answers whoever asks for just that; asked
     for anything else under the same labels, it is an error, and stays where it is.
 
-    Args:
-        path: Path of the folder, made if it is not there.
-        task: Name of the task.
-        axes: Names of the axes.
-
     Raises:
         SweepFolderError: If it is the folder of something else.
     """
 
     def __init__(self, path: str | os.PathLike[str], task: str, axes: Sequence[str]) -> None:
-        require(isinstance(path, str | os.PathLike), "folder", path, "a path")
-        super().__init__(Path(path).absolute())  # wherever tasks change to
-        free = self.path.is_dir() or not self.path.exists()
-        require(free, "folder", str(self.path), "a folder, or a name for one")
+        super().__init__(as_directory("folder", path).absolute())  # wherever tasks change to
         record = {"format": FORMAT, "task": task, "axes": list(axes)}
         if self.has(RECORD):
             require_same(self.path, self.read_json(RECORD), record, SweepFolderError)

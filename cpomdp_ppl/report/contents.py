@@ -46,12 +46,7 @@ def headline(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any] | None:
-    """Return, entropy and temperature by iteration.
-
-    Args:
-        folder: The run folder.
-        known_return: The expected return of an agent that knows the context; None if it is not known.
-    """
+    """Return, entropy and temperature by iteration."""
     if not folder.has(HISTORY):
         return None
     columns = folder.read_table(HISTORY)
@@ -85,12 +80,7 @@ def diagnostics(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def configuration(folder: RunFolder, in_force: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """`run.json` as tables.
-
-    Args:
-        folder: The run folder.
-        in_force: What settings came to that were left at their defaults, in addition to what the record says.
-    """
+    """`run.json` as tables."""
     record = folder.record
     came_to = {**(in_force or {}), **_mapping(record.get("in_force"))}
     run = {name: record.get(name) for name in ("command", "model", "seed", "started", "commit", "finished")}

@@ -26,14 +26,7 @@ def expected_information(
     entropy are averaged. Actions after which nothing is seen get zero. Noise of the filter passes for
     information, as it does everywhere: with few particles the estimate is too high.
 
-    To be called inside `inference_scope`.
-
-    Args:
-        backend: The backend of the recursion.
-        recursion: The recursion of the filter.
-        belief: Belief about the state, first axes `[C, B]`.
-        log_posterior: Log-posterior over contexts, `[B, C]`.
-        num_outcomes: How many outcomes K to draw for each action.
+    To be called inside `inference_scope`, with a belief of first axes `[C, B]` and a log-posterior `[B, C]`.
     """
     model, B, K = recursion.model, len(log_posterior), num_outcomes
     A, device = model.num_actions, log_posterior.device

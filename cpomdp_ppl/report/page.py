@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.diagnostics.style import COLOURS
 from cpomdp_ppl.errors import require_model
+from cpomdp_ppl.experiments.files import write_text_atomic
 from cpomdp_ppl.experiments.run_folder import RunFolder, versions
 from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.report.algorithm1 import episode_table
@@ -127,7 +128,7 @@ def write_report(
     data["pictures"] = pictures(opened, room - CAPTION_CHARACTERS, redundant)
     text = page(data)
     path = opened.path / REPORT if output is None else Path(output)
-    opened.write(str(path.absolute()), lambda file: _write(file, text))
+    write_text_atomic(path, text)
     return path
 
 
@@ -201,7 +202,3 @@ def _known_return(model: CPOMDP, prior: Sequence[float] | Tensor | None) -> floa
 def _json(data: Any) -> str:
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

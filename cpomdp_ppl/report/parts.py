@@ -82,13 +82,7 @@ class Part:
 
 
 class Sketch:
-    """Collects the parts of the state, as a belief changes in time.
-
-    Args:
-        model: The model.
-        episodes: The episodes, with the true states.
-        num_particles: How many draws to keep, at most.
-    """
+    """Collects the parts of the state, as a belief changes in time."""
 
     def __init__(self, model: CPOMDP, episodes: Episodes, num_particles: int) -> None:
         self.episodes = episodes

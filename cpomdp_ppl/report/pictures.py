@@ -53,13 +53,7 @@ KNOWN = {
 
 
 def pictures(folder: RunFolder, room: int, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Figures by section: those that are shown, and the files of those for which there is no room.
-
-    Args:
-        folder: The run folder.
-        room: How many characters the figures may take on the page.
-        without: Names of figures that the page does not need.
-    """
+    """Figures by section: those that are shown, and the files of those for which there is no room."""
     found: dict[str, dict[str, Any]] = {}
     for name in folder.figures:
         if name in without:

@@ -215,10 +215,6 @@ def _expected_rewards(recursion: Recursion, belief: Any, log_posterior: Tensor) 
 class Watched:
     """A policy whose probabilities are noted as it acts.
 
-    Args:
-        policy: The policy that decides.
-        num_actions: How many actions A there are.
-
     Attributes:
         probabilities: Probabilities of the actions, `[B, A]` at every time; NaN where the policy gave none.
     """

@@ -38,14 +38,10 @@ class Played:
     Seed i gets in episode j what seeds get on average, what is its own, what is the episode's luck, and what
     is the luck of both together, `x_ij = μ_c + a_i + b_j + e_ij`; c is the episode's context, and how many
     there are of each is no matter of chance.
-
-    Attributes:
-        values: `[n, N]`, by seed and episode.
-        contexts: `[N]`.
     """
 
-    values: NDArray[np.float64]
-    contexts: NDArray[np.int64]
+    values: NDArray[np.float64]  # `[n, N]`, by seed and episode
+    contexts: NDArray[np.int64]  # `[N]`
 
     def __sub__(self, other: Played) -> Played:
         """The difference of two learners, seed by seed and episode by episode."""
@@ -88,24 +84,15 @@ class Played:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of ours.
+    """A number of ours."""
 
-    Attributes:
-        mean: Over seeds of the learner, and over episodes.
-        standard_error: Of the mean.
-        freedom: Degrees of freedom of the standard error: few seeds do not know it well.
-        over_seeds: Standard deviation of what single fits come to; None if there is only one.
-        num_seeds: How many fits, or 1 for what is not learned.
-        num_episodes: How many episodes each was judged by.
-        played: What each came to in each episode, where seeds are judged by the same ones.
-    """
-
-    mean: float
+    mean: float  # over seeds of the learner, and over episodes
     standard_error: float
-    freedom: float
-    over_seeds: float | None
-    num_seeds: int
-    num_episodes: int
+    freedom: float  # degrees of freedom of the standard error: few seeds do not know it well
+    over_seeds: float | None  # standard deviation of what single fits come to; None if there is only one
+    num_seeds: int  # how many fits, or 1 for what is not learned
+    num_episodes: int  # how many episodes each was judged by
+    # what each came to in each episode, where seeds are judged by the same ones
     played: Played | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
@@ -158,21 +145,13 @@ def reach(error: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number of the paper, if it has one, and ours.
+    """A number of the paper, if it has one, and ours."""
 
-    Attributes:
-        policy: Whose, as we call it.
-        quantity: `"return"` or `"entropy"`.
-        paper: The paper's number, or None.
-        ours: Ours.
-        where: Which part of the reproduction it comes from.
-    """
-
-    policy: str
-    quantity: str
+    policy: str  # whose, as we call it
+    quantity: str  # `"return"` or `"entropy"`
     paper: Published | None
     ours: Measured
-    where: str
+    where: str  # which part of the reproduction it comes from
 
     @property
     def difference(self) -> float | None:

@@ -39,35 +39,22 @@ IN_PAPER |= {RAW: "POMCP", BINNED: "POMCP"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a part comes to.
+    """What a part comes to."""
 
-    Attributes:
-        rows: Of the table that sets the paper beside ours.
-        differences: Whether other differences are clear, each in a sentence.
-        sentences: What else can be said about what the paper says.
-        figures: By the names of their files.
-    """
-
-    rows: tuple[Comparison, ...] = ()
-    differences: tuple[str, ...] = ()
-    sentences: tuple[str, ...] = ()
-    figures: tuple[tuple[str, Figure], ...] = ()
+    rows: tuple[Comparison, ...] = ()  # of the table that sets the paper beside ours
+    differences: tuple[str, ...] = ()  # whether other differences are clear, each in a sentence
+    sentences: tuple[str, ...] = ()  # what else can be said about what the paper says
+    figures: tuple[tuple[str, Figure], ...] = ()  # by the names of their files
 
 
 @dataclass(frozen=True)
 class Part:
-    """A table or a figure.
+    """A table or a figure."""
 
-    Attributes:
-        name: What it is asked for by.
-        title: What it is.
-        tasks: What must be done for it.
-        conclude: From the outcomes of tasks to that of the part.
-    """
-
-    name: str
+    name: str  # what it is asked for by
     title: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # what must be done for it
+    # from the outcomes of tasks to that of the part
     conclude: Callable[[Callable[[Task], dict[str, Any]]], Outcome]
 
 

@@ -7,21 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Published:
-    """A number out of the paper.
+    """A number out of the paper."""
 
-    Attributes:
-        policy: Whose.
-        quantity: `"return"`, or `"entropy"` of the context posterior at the end, in bits.
-        value: The number.
-        spread: What follows its ±, which the paper does not say the meaning of; None where nothing does.
-        place: Where it is printed.
-    """
-
-    policy: str
-    quantity: str
+    policy: str  # whose
+    quantity: str  # `"return"`, or `"entropy"` of the context posterior at the end, in bits
     value: float
+    # what follows its ±, which the paper does not say the meaning of; None where nothing does
     spread: float | None
-    place: str
+    place: str  # where it is printed
 
 
 TABLE = "Table 1"

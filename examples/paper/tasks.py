@@ -27,21 +27,13 @@ Work: TypeAlias = Callable[[Mapping[str, Any], Path, Path | None], dict[str, Any
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A fit, an evaluation, some trajectories.
+    """A fit, an evaluation, some trajectories."""
 
-    Attributes:
-        name: Name for people.
-        work: A function that other processes can import.
-        settings: All that it depends on besides other tasks: plain numbers and text.
-        need: A task whose folder it reads, if any.
-        seconds: About how long it takes on a core; only the order of work depends on it.
-    """
-
-    name: str
-    work: Work
-    settings: Mapping[str, Any]
-    need: Task | None = None
-    seconds: float = 1.0
+    name: str  # name for people
+    work: Work  # a function that other processes can import
+    settings: Mapping[str, Any]  # all that it depends on besides other tasks: plain numbers and text
+    need: Task | None = None  # a task whose folder it reads, if any
+    seconds: float = 1.0  # about how long it takes on a core; only the order of work depends on it
 
     @property
     def key(self) -> str:
@@ -63,15 +55,10 @@ def source_hash() -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """Outcomes of tasks, each in a run folder that is named by what decides it.
-
-    Attributes:
-        folder: Folder of all of them.
-        source: Hash of the code; other code has other folders.
-    """
+    """Outcomes of tasks, each in a run folder that is named by what decides it."""
 
     folder: Path
-    source: str = field(default_factory=source_hash)
+    source: str = field(default_factory=source_hash)  # hash of the code; other code has other folders
 
     def place(self, task: Task) -> Path:
         """Path of the task's folder."""
