@@ -6,16 +6,14 @@ from cpomdp_ppl.errors import invalid
 from cpomdp_ppl.inference.backend import Backend, Recursion, inference_scope
 from cpomdp_ppl.inference.cloud import Cloud
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
-from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.filtering import Filtering, Smoothing
 from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.grid import GridFilter
-from cpomdp_ppl.inference.observed import Observed
+from cpomdp_ppl.inference.observed import Observed, PerceptDensity
 from cpomdp_ppl.inference.online import OnlineFilter
 from cpomdp_ppl.inference.particle_filter import SMC, ParticleFilter
-from cpomdp_ppl.inference.percept_density import PerceptDensity
 from cpomdp_ppl.inference.reference import reference_backend
 from cpomdp_ppl.inference.scan import FilterStep, scan
-from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 
 __all__ = [

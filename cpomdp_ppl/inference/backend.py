@@ -22,10 +22,9 @@ from cpomdp_ppl.errors import (
     require_count,
     require_model,
 )
-from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.filtering import Filtering, Smoothing
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.scan import TimeBuffer, scan
-from cpomdp_ppl.inference.smoothing import Smoothing
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import read_signature, signature
 from cpomdp_ppl.state import leaves, map_state
@@ -318,14 +317,7 @@ def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
 
 
 def require_real_moments(mean: Any, variance: Any, axes: int, place: Callable[..., str]) -> None:
-    """Raise unless means are finite and variances numbers, which may be too large for their type.
-
-    Args:
-        mean: Mean of the state.
-        variance: Likewise.
-        axes: How many first axes of every leaf tell the place.
-        place: What to call a place, from its indices.
-    """
+    """Raise unless means are finite and variances numbers; the first `axes` of every leaf tell the place."""
     for name, leaf in leaves(mean):
         require_real(f"transition: '{name}'", leaf, axes, place)
     for name, leaf in leaves(variance):

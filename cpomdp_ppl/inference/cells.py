@@ -69,13 +69,10 @@ class CellGrid:
         return CellGrid(edges)
 
     def refined(self, jumps: Sequence[float]) -> CellGrid:
-        """A one-dimensional grid of equal cells, with finer ones around jumps.
+        """A one-dimensional grid of equal cells, with finer ones around the places of jumps.
 
         A belief conditioned on a density that jumps has a steep edge there, which coarse cells would blur.
         All but the outermost edges move a little, such that the first jump is on one.
-
-        Args:
-            jumps: Places of the jumps.
         """
         edges, h = self.edges[0].clone(), float(self.finest[0])
         if jumps:
@@ -108,12 +105,9 @@ class CellGrid:
         return self.points[cells, None] + offsets * self.widths[cells, None]
 
     def shares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The grid points around points `x [..., d]`, and the share that each gets: Lagrange weights.
+        """Numbers of the grid points around `x [..., d]`, and their shares (Lagrange weights), `[..., m**d]`.
 
-        What falls outside goes to the boundary.
-
-        Returns:
-            Numbers of grid points and their shares, both `[..., m**d]` with m `SHARERS`.
+        What falls outside goes to the boundary; m is `SHARERS`.
         """
         index = share = None
         for axis, line in enumerate(self.lines):
@@ -135,12 +129,7 @@ class CellGrid:
 
 
 def jumps_of(function: Callable[[Tensor], Tensor], grid: CellGrid) -> list[float]:
-    """Where a function of one real number jumps, within a grid.
-
-    Args:
-        function: From points `[P, 1]` to values `[..., P]`.
-        grid: A grid of one dimension.
-    """
+    """Where a function from points `[P, 1]` to values `[..., P]` jumps, within a grid of one dimension."""
     x = grid.subpoints(torch.arange(grid.size), 16).flatten(0, 1)  # [P, 1], ascending
     jump = torch.zeros(len(x) - 1, dtype=torch.bool)
     for some in torch.arange(len(x)).split(SCAN_POINTS):

@@ -49,16 +49,11 @@ class Weights:
         return self.values.shape
 
     def times(self, *log_factors: Tensor, episodes: Tensor | None = None) -> tuple[Weights, Tensor]:
-        """Multiply by factors, and normalise.
+        """Multiply by factors, whose logarithms broadcast to `[C, B', N]`, and normalise.
 
-        Args:
-            log_factors: Logarithms of the factors, each of which broadcasts to `[C, B', N]`.
-            episodes: The episodes that they are of, `[B']` of B, if those are not all.
-
-        Returns:
-            The weights, and the log-mean of the product of all factors under the weights as they were,
-            float64 `[C, B]`. Where that is minus infinity, and in episodes without factors, weights do not
-            change.
+        `episodes [B']` says which of the B they are of, if not all. With the weights comes the log-mean of
+        all factors' product under the weights as they were, float64 `[C, B]`; where that is minus infinity,
+        and in episodes without factors, weights do not change.
         """
         old = self.values if episodes is None else self.values.index_select(1, episodes)
         first, *others = log_factors
@@ -224,15 +219,9 @@ class Cloud:
         return self._at(rows, index, (C, B, M))
 
     def draw_jointly(self, log_posterior: Tensor, episodes: Tensor, num_draws: int) -> tuple[State, Tensor]:
-        """Draw J states in each of R episodes, with their contexts.
+        """Draw J states in each of R episodes, leaves `[R·J, …]`, with their contexts, `[R·J]`.
 
-        Args:
-            log_posterior: Log-posterior over contexts in those episodes, `[R, C]`.
-            episodes: Which of the B those are, `[R]`.
-            num_draws: How many J.
-
-        Returns:
-            States, leaves `[R·J, …]`, and contexts `[R·J]`.
+        `log_posterior [R, C]` is over contexts in those of the B episodes that `episodes [R]` says.
         """
         C, B, _ = self.shape
         R, J, device = len(episodes), num_draws, episodes.device

@@ -125,16 +125,8 @@ def unmasked(fn: Any) -> Any:
 def log_density(fn: Any, value: Tensor, site: str | None = None) -> Tensor:
     """`fn.log_prob(value)`, but `-inf` wherever the value is impossible.
 
-    Args:
-        fn: The distribution.
-        value: `[…, *event]`, of the precision in which it was recorded; it broadcasts with the distribution.
-        site: Name of the site whose distribution it is, for messages.
-
-    Returns:
-        `[…]`, in the distribution's own precision or better.
-
-    Raises:
-        UnsupportedModelError: If the distribution has no density.
+    The value `[…, *event]` has the precision in which it was recorded, the result `[…]` that of the
+    distribution, or better. A distribution without a density raises `UnsupportedModelError`.
     """
     try:
         return _log_density(fn, value)

@@ -17,6 +17,7 @@ from cpomdp_ppl.errors import DensityError
 from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference.backend import Recursion
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES
+from cpomdp_ppl.inference.filtering import Smoothing, moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.sampling import choose
 from cpomdp_ppl.inference.scan import scan
@@ -26,7 +27,6 @@ from cpomdp_ppl.inference.site_parameters import (
     require_proper_parameters,
     torch_errors_as_model_errors,
 )
-from cpomdp_ppl.inference.smoothing import Smoothing, moments_in_time, trajectories_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,11 +176,10 @@ class DiscreteRecursion(Recursion):
 
 
 def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
-    """Condition `prior [C, B, N]` on a likelihood that broadcasts with it.
+    """The posterior of `prior [C, B, N]` and a likelihood, and the log of the normaliser `[C, B]`.
 
-    Returns:
-        The posterior, and the logarithm of the normaliser `[C, B]`. Where nothing is possible that is `-inf`,
-        and the posterior is the prior: such a row must not spoil others, nor become NaN.
+    Where nothing is possible that is `-inf`, and the posterior is the prior: such a row must not spoil
+    others, nor become NaN.
     """
     # Where the prior is zero the likelihood is of no account, however large or ill-defined.
     log_likelihood = torch.where(prior > 0, log_likelihood, -torch.inf)
@@ -193,13 +192,7 @@ def bayes(prior: Tensor, log_likelihood: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_action(function: Callable[[int, Tensor], Tensor], values: Tensor, action: Tensor) -> Tensor:
-    """Apply a function of an action and of rows `[C, R, N]` to the rows of every action, `[C, B, N]`.
-
-    Args:
-        function: What becomes of the rows of an action; it leaves their shape alone.
-        values: `[C, B, N]`.
-        action: The action of every row, `[B]`.
-    """
+    """Apply a function of an action and of rows `[C, R, N]` to the rows of every action, `[C, B, N]`."""
     result = torch.empty_like(values)
     for a in action.unique().tolist():
         rows = (action == a).nonzero()[:, 0]
@@ -292,13 +285,6 @@ def forward_backward(
 
 
 def _origins(recursion: DiscreteRecursion, p: Tensor, action: Tensor, later: Tensor) -> Tensor:
-    """Draw states at time t, `[C, B, M]`, for trajectories that are at `later [C, B, M]` at t + 1.
-
-    Args:
-        recursion: The recursion over N states.
-        p: Filtered probabilities at time t, `[C, B, N]`.
-        action: The actions taken there, `[B]`.
-        later: Numbers of the states at t + 1.
-    """
+    """Draw states at time t, `[C, B, M]`, for trajectories that are at `later [C, B, M]` at t + 1."""
     pieces = later.split(how_many_fit(PAIRS_AT_ONCE, p.numel()), 2)
     return torch.cat([choose(recursion.origins(p, action, piece), 1).squeeze(-1) for piece in pieces], 2)

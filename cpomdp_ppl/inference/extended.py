@@ -40,7 +40,13 @@ class ExtendedKalmanFilter(KalmanFilter):
 
 
 class ExtendedRecursion(KalmanRecursion):
-    """The recursion that pushes Gaussians through the tangents of functions."""
+    """The recursion that pushes Gaussians through the tangents of functions.
+
+    Attributes:
+        keeps_graph: Whether the tangents can be differentiated once more, with autograd on.
+    """
+
+    keeps_graph = False
 
     def transform(
         self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
@@ -53,23 +59,28 @@ class ExtendedRecursion(KalmanRecursion):
         2.5 times as long.
         """
         C, B, n = belief.mean.shape
-        # No copy for a single value; a leaf that requires a gradient is safe from programs.
-        points = belief.mean[:, :, None].expand(C, B, size, n).contiguous().detach()  # [C, B, m, n]
+        graph = self.keeps_graph and torch.is_grad_enabled()
+        points = belief.mean[:, :, None].expand(C, B, size, n).contiguous()  # [C, B, m, n]
+        if not (graph and points.requires_grad):
+            # No copy for a single value; a leaf that requires a gradient is safe from programs.
+            points = points.detach().requires_grad_()
         with torch.enable_grad():
-            arguments = [points.requires_grad_()]
+            arguments = [points]
             if num_noise:
                 arguments.append(points.new_zeros((C, B, size, num_noise), requires_grad=True))
             values, noise = function(points, arguments[1] if num_noise else None)
-            by_points, *by_noise = jacobians(values, arguments)
+            by_points, *by_noise = _jacobians(values, arguments, graph)
+        if not graph:
+            values, noise = values.detach(), None if noise is None else noise.detach()
         directions = belief.root.mT  # [C, B, n, n]: direction k is column k of the root
         slopes = product(directions, by_points.mT)  # [C, B, n, m]
         if by_noise:
             slopes = torch.cat([slopes, by_noise[0].mT], 2)  # [C, B, n + E, m]: noise has unit directions
-        noise = None if noise is None else noise[:, :, 0].detach()
-        return Transformed(values[:, :, 0].detach(), directions, slopes, None, noise)
+        noise = None if noise is None else noise[:, :, 0]
+        return Transformed(values[:, :, 0], directions, slopes, None, noise)
 
 
-def jacobians(values: Tensor, arguments: list[Tensor], *, create_graph: bool = False) -> list[Tensor]:
+def _jacobians(values: Tensor, arguments: list[Tensor], create_graph: bool) -> list[Tensor]:
     """Derivatives of values `[C, B, m, m]`, the k-th at the k-th particle, by arguments `[C, B, m, ·]`."""
     found: tuple[Tensor | None, ...] = (None,) * len(arguments)
     if values.requires_grad:

@@ -52,11 +52,6 @@ class GaussianSite:
 def gaussian_site(program: str, site: Any, plate_axes: int) -> GaussianSite:
     """Read a site's distribution as Gaussian.
 
-    Args:
-        program: Name of the program, for messages.
-        site: Pyro's message of the site.
-        plate_axes: Number of axes that belong to the program's own plates.
-
     Raises:
         UnsupportedModelError: If it is not, or if the program itself fixes the value of a random site.
         DensityError: If its scale is negative or not a number at the first particle: other sigma points may

@@ -37,9 +37,8 @@ from cpomdp_ppl.inference.precision import double_precision
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
-    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.inference.filtering import Filtering, Smoothing
     from cpomdp_ppl.inference.observed import Observed
-    from cpomdp_ppl.inference.smoothing import Smoothing
     from cpomdp_ppl.model import CPOMDP
 
 Bounds = Sequence[float] | Sequence[Sequence[float]]

@@ -127,15 +127,9 @@ def probes_of(
 def imagined(
     model: CPOMDP, signature: Signature, state: Any, x: Tensor, context: Tensor, seen: Observed
 ) -> Probes | None:
-    """Draw what might have been observed in a step, if anything, in other states.
+    """Draw what might have been observed in a step, if anything, in other states, which are the points x.
 
-    Args:
-        model: The CPOMDP.
-        signature: The signature of the model.
-        state: The states, leaves `[B, …]`.
-        x: The same states as points `[B, d]`.
-        context: The contexts, `[B]`.
-        seen: The step; what was not observed there is not observed here.
+    What was not observed in that step is not observed here.
     """
     S, plates = context.shape, (1,) * model.max_plate_nesting
     action = None if seen.action is None else seen.action.reshape(S + plates)
@@ -199,12 +193,6 @@ def require_resolved(
     """Raise if an observation is out of reach, or if the two grids differ.
 
     Contexts that are far behind the likeliest need not be right, nor episodes that are over.
-
-    Args:
-        recursion: The recursion on both grids.
-        predicted: The belief before the observation.
-        belief: The belief after it.
-        seen: The observation.
     """
     assert belief.log_likelihoods is not None
     assert belief.error is not None

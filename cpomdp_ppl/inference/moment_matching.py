@@ -317,12 +317,9 @@ def _root(covariance: Tensor) -> Tensor:
 def condition_on_discrete_sites(
     recursion: KalmanRecursion, belief: GaussianBelief, seen: Observed
 ) -> tuple[GaussianBelief, Tensor]:
-    """Match the moments of a Gaussian belief that is multiplied by the probability of discrete observations.
+    """The belief with the moments of a Gaussian times the probability of what was observed, and its log.
 
-    Where these depend on one direction of the state alone, that is an integral on a line.
-
-    Returns:
-        The belief, and the logarithm of the probability of what was observed, `[C, B]`.
+    Where discrete sites depend on one direction of the state alone, that is an integral on a line.
     """
     v = _direction(recursion, belief, seen)  # [C, B, D]
     on_line = torch.linalg.vector_norm(v, dim=-1) > 0  # [C, B]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyro.distributions as dist
@@ -12,15 +13,20 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.handlers import is_deterministic, mask_of, support_of
 from cpomdp_ppl.inference.density import log_density, unmasked
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES, Enumerated
+from cpomdp_ppl.inference.sampling import draw
+from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cpomdp_ppl.generative import Generative
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
     from cpomdp_ppl.signature import Signature
 
 MOST_VALUES = 64
@@ -90,10 +96,9 @@ class Observed:
 
 
 def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """What is to be known of the flags `[T, B, …]` of every time, read all at once.
+    """In which episodes anything was observed (None for all), and whether everything was in those.
 
-    Returns:
-        The episodes in which anything was observed, None for all; and whether everything was in all of those.
+    For every time, read all at once from the flags `[T, B, …]`.
     """
     flags = torch.cat(
         [each.flatten(2) if each.dim() > 2 else each[..., None] for each in observed.values()], -1
@@ -116,10 +121,7 @@ def hidden_parents(
 ) -> frozenset[str]:
     """Sites that were not seen everywhere, though the distribution of something that was depends on them.
 
-    Args:
-        signature: Signature of the model.
-        seen: The step.
-        children: The sites whose distributions are of interest; None for all.
+    With `children`, of the distributions of these sites alone.
     """
     parents = signature.dependencies.parents
     if not parents or seen.everything:
@@ -154,7 +156,7 @@ def log_density_of_seen(
     draw: Draw | None = None,
     most: int = MOST_VALUES,
 ) -> Tensor:
-    """`log p(o | s, a, c)` of everything observed in a step, for every state.
+    """`log p(o | s, a, c)` of everything observed in a step, for every state: broadcasts to `[C, B, N]`.
 
     A site that was not observed, but on which others depend that were, is summed over.
 
@@ -167,9 +169,6 @@ def log_density_of_seen(
         draw: Draws the values of such sites where they cannot be summed over: right for particles, each of
             which then has one; without, such a step is refused.
         most: Over how many combinations of values to sum.
-
-    Returns:
-        `[C, B, N]`, or a shape that broadcasts to it.
 
     Raises:
         UnsupportedModelError: If a site cannot be summed over, and there is nothing to draw with.
@@ -296,3 +295,51 @@ class Scored(Enumerated):
 def _unexpanded(tensor: Tensor) -> Tensor:
     """A tensor with the axes along which it was merely expanded back at size 1."""
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
+class PerceptDensity:
+    """The density of percepts, as the `observation` program of a model has it.
+
+    To be made and used inside `inference_scope`.
+
+    Args:
+        programs: The programs of the CPOMDP.
+
+    Examples:
+        >>> from cpomdp_ppl.generative import Generative
+        >>> from cpomdp_ppl.inference import inference_scope
+        >>> from cpomdp_ppl.models import LightDark
+        >>> from cpomdp_ppl.policy import Percept
+        >>> model = LightDark()
+        >>> percept = Percept(torch.tensor([2]), {"z": torch.tensor([0.4])}, {"z": torch.tensor([True])})
+        >>> with inference_scope(model, seed=0):
+        ...     PerceptDensity(Generative(model))(torch.tensor([0.5]), percept).shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(self, programs: Generative) -> None:
+        self.model = programs.model
+        self.programs = programs
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The signature of the model, with what its observation sites depend on."""
+        signature = self.programs.signature
+        return replace(signature, dependencies=dependencies(self.model, signature))
+
+    def __call__(self, state: Any, percept: Percept) -> Tensor:
+        """`log p(o | s, a, c)` of what was observed in states with leaves `[N, …]`, by context, `[N, C]`."""
+        C, N = self.model.num_contexts, len(next(iter(percept.observed.values())))
+        plates = [1] * self.model.max_plate_nesting
+        states = map_state(lambda leaf: leaf[None, :, None], state)  # [1, N, 1, …]
+        contexts = torch.arange(C, device=self.model.device).reshape(-1, 1, 1, *plates)
+        observed = Observed(0, percept.action, percept.observations, percept.observed)
+        shape = torch.Size((C, N, 1, *plates))
+
+        def draw_hidden(name: str, fn: Any) -> tuple[Tensor, Tensor]:
+            return draw(fn, shape, common=True), torch.zeros((), device=self.model.device)
+
+        density = log_density_of_seen(
+            self.model, self.signature, states, contexts, observed, draw=draw_hidden
+        )
+        return density.expand(C, N, 1)[..., 0].T

@@ -23,7 +23,7 @@ from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.smoothing import Smoothing
+    from cpomdp_ppl.inference.filtering import Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 

@@ -13,10 +13,10 @@ from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.cloud import as_real, pick
 from cpomdp_ppl.inference.density import log_density, unmasked
+from cpomdp_ppl.inference.filtering import Smoothing, trajectories_in_time
 from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.sampling import Drawn, choose
 from cpomdp_ppl.inference.scan import scan
-from cpomdp_ppl.inference.smoothing import Smoothing, trajectories_in_time
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:

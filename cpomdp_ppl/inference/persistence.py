@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend, Recursion
-    from cpomdp_ppl.inference.filtering import Filtering
-    from cpomdp_ppl.inference.smoothing import Smoothing
+    from cpomdp_ppl.inference.filtering import Filtering, Smoothing
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 

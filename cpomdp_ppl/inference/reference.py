@@ -198,13 +198,7 @@ def reference_backend(model: CPOMDP) -> Backend:
 
 
 def suited(backend: Backend, model: CPOMDP, episodes: Episodes) -> Backend:
-    """The reference backend of a model, or the next best if episodes get to where it is not exact.
-
-    Args:
-        backend: The `reference_backend`.
-        model: The CPOMDP.
-        episodes: Simulated episodes, whose states are known.
-    """
+    """The reference backend, or the next best if simulated episodes get to where it is not exact."""
     if isinstance(backend, ExtendedKalmanFilter) and not is_linear_gaussian(
         model, evenly_spaced(episodes, MOST_CHECKED)
     ):

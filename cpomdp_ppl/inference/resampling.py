@@ -24,15 +24,7 @@ class Resampling(Protocol):
         ...
 
     def __call__(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Choose ancestors.
-
-        Args:
-            weights: Normalised, `[R, N]`.
-            uniforms: In [0, 1), `[R, num_uniforms(N)]`.
-
-        Returns:
-            Indices 0 … N - 1, `[R, N]`.
-        """
+        """Ancestors `[R, N]` by normalised weights `[R, N]` and uniforms `[R, num_uniforms(N)]`."""
         ...
 
 

@@ -63,16 +63,10 @@ def _require_probabilities(name: str, fn: Any) -> None:
 
 
 def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:
-    """Draw from a distribution for a batch whose first axis is the context.
+    """Draw from a distribution for a batch `[C, B, N]`, and 1 for each of the program's own axes.
 
-    Args:
-        fn: The distribution; its batch shape broadcasts with `shape`, or is inside plates of its own.
-        shape: `[C, B, N]`, and 1 for each of the program's own axes.
-        common: Whether contexts share the noise.
-
-    Returns:
-        Values for the batch. Their context axis has size 1 if the noise is shared and the distribution is the
-        same in all contexts.
+    With `common`, contexts share the noise; their axis then has size 1 if the distribution is the same in
+    all of them.
     """
     differs = len(fn.batch_shape) == len(shape) and fn.batch_shape[0] > 1
     batch = shape if differs or not common else torch.Size((1, *shape[1:]))
@@ -120,15 +114,7 @@ def _from_noise(fn: Any, shape: torch.Size) -> Any:
 
 
 def choose(weights: Tensor, number: int) -> Tensor:
-    """Draw indices by their weights, independently and with replacement.
-
-    Args:
-        weights: `[…, N]`; they need not add up to 1.
-        number: How many to draw from every row.
-
-    Returns:
-        Indices 0 … N - 1, `[…, number]`.
-    """
+    """Draw indices `[…, number]` by weights `[…, N]`, which need not add up to 1, independently."""
     cumulative = weights.double().cumsum(-1)  # in float32, it would miss the last index
     levels = torch.rand(*weights.shape[:-1], number, dtype=torch.float64, device=weights.device)
     return first_above(cumulative, levels * cumulative[..., -1:])

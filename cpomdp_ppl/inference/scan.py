@@ -189,18 +189,7 @@ def _observed_first(episodes: Episodes, offset: int) -> Observed:
 def require_possible(
     model: CPOMDP, times: Sequence[Observed], increments: Tensor, *, allow_lost: bool = False
 ) -> None:
-    """Raise unless every episode is possible, looking at single times only if something is wrong.
-
-    Args:
-        model: The CPOMDP.
-        times: What was observed at each time.
-        increments: What every context makes of that, `[times, C, B]`.
-        allow_lost: Whether an episode may be impossible under every context.
-
-    Raises:
-        DegenerateWeightsError: If no context can have produced an episode.
-        DensityError: If a density is not a number.
-    """
+    """Raise unless every episode is possible, by increments `[times, C, B]`; see `scan`."""
     highest = increments.sum(0).amax(0)  # [B]
     if not bool((torch.isfinite(highest) | (allow_lost & (highest == -torch.inf))).all()):
         total = torch.zeros_like(increments[0])
@@ -209,12 +198,7 @@ def require_possible(
 
 
 def added(model: CPOMDP, total: Tensor, increment: Tensor, observed: Observed) -> Tensor:
-    """Log-likelihoods `[C, B]` with the increment of one step.
-
-    Raises:
-        DegenerateWeightsError: If no context can have produced what was observed.
-        DensityError: If a density is not a number.
-    """
+    """Log-likelihoods `[C, B]` with the increment of one step; raises as `scan` does."""
     total = total + increment
     highest = total.amax(0)  # [B]: NaN wins, and -inf only if every context is impossible
     if not bool(torch.isfinite(highest).all()):

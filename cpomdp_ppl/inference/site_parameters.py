@@ -23,17 +23,7 @@ if TYPE_CHECKING:
 
 
 def require_parameters(program: str, name: str, fn: Any, mask: Tensor | bool = True) -> None:
-    """Raise if the parameters of a site's distribution make no sense: torch would compute with them.
-
-    Args:
-        program: Name of the program that the site is in.
-        name: Name of the site.
-        fn: The distribution of the site.
-        mask: Where the site counts, of the shape of the distribution's batch.
-
-    Raises:
-        DensityError: If a parameter makes no sense where the site counts; the message names it.
-    """
+    """Raise if a parameter makes no sense where the site counts: torch would compute with it."""
     for parameter, value, proper in parameters_of(base_of(fn)):
         if not bool(proper.all()):
             if isinstance(mask, Tensor):
@@ -69,11 +59,7 @@ def parameters_of(fn: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def require_proper_parameters(model: CPOMDP) -> None:
-    """Run the programs at some draws, and look at the parameters of their sites before torch draws with them.
-
-    Raises:
-        DensityError: If a parameter makes no sense; it names program, site and parameter.
-    """
+    """Run the programs at some draws, and raise for parameters of sites before torch draws with them."""
     plates = (1,) * model.max_plate_nesting
     context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *plates)
     action = torch.arange(model.num_actions, device=model.device).reshape(1, -1, 1, *plates)

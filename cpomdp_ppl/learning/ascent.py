@@ -37,14 +37,6 @@ def climb(
 ) -> tuple[Tensor, list[float], bool]:
     """Climb a function by BFGS with steps of bounded length.
 
-    Args:
-        function: From u `[P]` to a value and its gradient `[P]`.
-        u: Where to begin.
-        iterations: Number of steps, at the most.
-        longest: Length of the longest step.
-        tolerance: Gain below which a further step is not worth while.
-        bar: A progress bar.
-
     Returns:
         The highest point, values by iteration, and whether the climb has converged.
     """
@@ -55,15 +47,15 @@ def climb(
     for done in range(iterations):
         direction = H @ g
         promised = 0.5 * float(g @ direction)  # what a quadratic function has left to gain
-        if promised < tolerance and not fresh:
-            return _ended(u, series, True, bar, iterations - done)
-        if float(g.norm()) == 0.0:
-            return _ended(u, series, True, bar, iterations - done)
+        if (promised < tolerance and not fresh) or float(g.norm()) == 0.0:
+            bar.update(iterations - done)
+            return u, series, True
         direction = direction * min(1.0, longest / float(direction.norm()))
         found = _line_search(function, u, value, g, direction)
         if found is None:
             if fresh:  # along the gradient itself nothing is to be gained
-                return _ended(u, series, promised < tolerance, bar, iterations - done)
+                bar.update(iterations - done)
+                return u, series, promised < tolerance
             H, fresh = eye / max(1.0, float(g.norm())), True
             bar.update()
             series.append(value)
@@ -82,13 +74,6 @@ def climb(
         bar.update()
         bar.set_postfix(log_likelihood=f"{value:.3f}")
     return u, series, False
-
-
-def _ended(
-    u: Tensor, series: list[float], converged: bool, bar: Any, left: int
-) -> tuple[Tensor, list[float], bool]:
-    bar.update(left)
-    return u, series, converged
 
 
 def _line_search(
@@ -166,15 +151,6 @@ def climb_by_scores(
     Where a step promises no more than its noise does, the filters are doubled, until noise is a small part of
     the standard errors.
 
-    Args:
-        scores: The scores of episodes.
-        u: Where to begin, `[P]`.
-        iterations: Number of steps, at the most.
-        longest: Length of the longest step.
-        tolerance: Gain in log-likelihood below which a step is not worth while.
-        seed: Seed of all random numbers.
-        bar: A progress bar.
-
     Returns:
         Where it ended, the score there, values by iteration, and whether noise is all that was left.
     """
@@ -189,12 +165,10 @@ def climb_by_scores(
         bar.set_postfix(log_likelihood=f"{at.value:.3f}")
         u = u + step * min(1.0, longest / max(float(step.norm()), 1e-300))
         if promised <= tolerance + 3 * by_noise:
-            if 2 * by_noise <= SMALL_NOISE * len(u):
+            settled = 2 * by_noise <= SMALL_NOISE * len(u)
+            if settled or R == MOST_FILTERS:
                 bar.update(iterations - k - 1)
-                return u, at, series, True
-            if R == MOST_FILTERS:
-                bar.update(iterations - k - 1)
-                break
+                return u, at, series, settled
             R *= 2
     return u, at, series, False
 

@@ -24,10 +24,10 @@ from cpomdp_ppl.inference import (
 )
 from cpomdp_ppl.inference.cells import SHARERS, Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.discrete import DiscreteRecursion
-from cpomdp_ppl.inference.extended import ExtendedRecursion, jacobians
+from cpomdp_ppl.inference.extended import ExtendedRecursion
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed
-from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed, product
+from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
 from cpomdp_ppl.inference.grid import GridRecursion
 from cpomdp_ppl.inference.grid_tables import BLOCK_POINTS, PROGRAM_NUMBERS
 from cpomdp_ppl.inference.kalman import Function, KalmanRecursion
@@ -48,12 +48,7 @@ GRAPH_NUMBERS = 2**25
 
 
 def differentiable(backend: Backend, model: CPOMDP) -> Recursion:
-    """A backend's recursion, for a model whose constants have a graph.
-
-    Raises:
-        ValueError: If the backend has no gradient, saying why.
-        UnsupportedModelError: If it cannot serve the model.
-    """
+    """A backend's recursion, for a model whose constants have a graph; raises if it has no gradient."""
     if isinstance(backend, ExtendedKalmanFilter):
         return _Extended(model, backend.reward_points)
     if isinstance(backend, UnscentedKalmanFilter):
@@ -118,27 +113,13 @@ class _Unscented(_Kalman, UnscentedRecursion):
 
 
 class _Extended(_Kalman, ExtendedRecursion):
+    keeps_graph = True
+
     def transform(
         self, function: Function, size: int, belief: GaussianBelief, num_noise: int = 0
     ) -> Transformed:
-        """As `ExtendedRecursion.transform`, but the Jacobians can be differentiated once more."""
-        if not torch.is_grad_enabled():
-            return ExtendedRecursion.transform(self, function, size, belief, num_noise)
-        C, B, n = belief.mean.shape
-        points = belief.mean[:, :, None].expand(C, B, size, n).contiguous()  # [C, B, m, n]
-        if not points.requires_grad:
-            points = points.detach().clone().requires_grad_()
-        arguments = [points]
-        if num_noise:
-            arguments.append(points.new_zeros((C, B, size, num_noise)).requires_grad_())
-        values, noise = function(points, arguments[1] if num_noise else None)
-        by_points, *by_noise = jacobians(values, arguments, create_graph=True)
-        directions = belief.root.mT
-        slopes = product(directions, by_points.mT)
-        if by_noise:
-            slopes = torch.cat([slopes, by_noise[0].mT], 2)
-        noise = None if noise is None else noise[:, :, 0]
-        return _Floored(values[:, :, 0], directions, slopes, None, noise)
+        moved = super().transform(function, size, belief, num_noise)
+        return _floored(moved) if torch.is_grad_enabled() else moved
 
 
 class _Discrete(DiscreteRecursion):

@@ -153,12 +153,7 @@ class _Fixed(Drawn):
 
 
 def score_of(name: str, fn: Any, value: Tensor) -> Tensor:
-    """Zeros with the gradient of `log p(value)`, `[C, B, N, *plates]`.
-
-    Raises:
-        UnsupportedModelError: If Fisher's identity does not hold for the distribution.
-        DensityError: If the density is not finite where it was drawn.
-    """
+    """Zeros with the gradient of `log p(value)`, `[C, B, N, *plates]`, if Fisher's identity holds there."""
     if isinstance(base_of(fn), dist.Delta) or not torch.is_grad_enabled():  # a Delta's value has the graph
         return torch.zeros((), dtype=torch.float64, device=value.device)
     _require_still(name, fn)

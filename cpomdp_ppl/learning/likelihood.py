@@ -193,27 +193,15 @@ def _computing(model: CPOMDP, seed: int | None) -> Iterator[None]:
 
 
 def log_likelihoods(recursion: Recursion, episodes: Episodes, offset: int = 0) -> Tensor:
-    """`log p(o | a, c)` of a batch of episodes, `[B, C]`, with a graph if the recursion has one.
-
-    Raises:
-        DegenerateWeightsError: If no context can have produced an episode.
-        DensityError: If a density is not a number.
-    """
+    """`log p(o | a, c)` of a batch of episodes, `[B, C]`, with a graph if the recursion has one."""
     increments = [step.increment for step in scan(recursion, episodes, offset) if step.observed.observations]
     return torch.stack(increments).sum(0).T
 
 
 def marginal(per_context: Tensor, log_prior: Tensor, known: Tensor | None, offset: int = 0) -> Tensor:
-    """`log Σ_c P(c) p(o | a, c)` of every episode, `[B]`.
+    """`log Σ_c P(c) p(o | a, c)` of every episode, `[B]`, out of `log p(o | a, c)`, `[B, C]`.
 
-    Args:
-        per_context: `log p(o | a, c)`, `[B, C]`.
-        log_prior: `log P(c)`, `[C]`.
-        known: Contexts that are known, `[B]`, and −1 where they are not; None if none are.
-        offset: Number of the first of these episodes, for messages.
-
-    Raises:
-        DegenerateWeightsError: If no context that the prior allows can have produced an episode.
+    Contexts that are known, `[B]`, are −1 where they are not. Raises if no context is left.
     """
     joint = per_context + log_prior.double()
     total = joint.logsumexp(-1)
@@ -230,11 +218,7 @@ def marginal(per_context: Tensor, log_prior: Tensor, known: Tensor | None, offse
 
 
 def known_contexts(model: CPOMDP, episodes: Episodes) -> Tensor:
-    """The contexts of episodes, `[B]`, negative where unknown.
-
-    Raises:
-        ValueError: If there are none, or not of this model.
-    """
+    """The contexts of episodes, `[B]`, negative where unknown; raises if there are none."""
     contexts = episodes.contexts
     require(contexts is not None, "use_contexts", True, "False, as the episodes' contexts are not known")
     assert contexts is not None

@@ -193,11 +193,7 @@ class Walk:
 def starting_point(walk: Walk, posterior: Posterior) -> tuple[PosteriorPoint, bool]:
     """A place around the initial values at which the posterior is not zero, or else a draw from the prior.
 
-    Returns:
-        The place, and whether it was not found around the initial values.
-
-    Raises:
-        ValueError: If the prior is zero at the initial values, or no place was found.
+    The flag says whether it is such a draw. Raises if no place was found.
     """
     middle = walk.estimated(posterior, walk.centre)
     if not math.isfinite(middle.log_prior):
@@ -276,24 +272,10 @@ def _way_out(posterior: Posterior, *places: PosteriorPoint) -> str:
 def advance(
     posterior: Posterior, walks: Sequence[Walk], warm_up: int, draws: int, workers: int | None, bar: Any
 ) -> tuple[list[list[MetropolisStep]], bool]:
-    """Warm up and draw.
+    """Warm up and draw: the draws of each chain, as many of one as of another, and whether these are all.
 
     Chains go forward in rounds, and each has its own random numbers: how they are cut into rounds, and which
-    process takes them, changes nothing.
-
-    Args:
-        posterior: What the chains converge to.
-        walks: The chains.
-        warm_up: Number of steps of each chain that are not kept.
-        draws: Number of steps of each chain that are.
-        workers: Number of processes; None leaves it to joblib's configuration.
-        bar: A progress bar, which counts the steps of all chains.
-
-    Returns:
-        The draws of each chain, as many of one as of another, and whether these are all.
-
-    Raises:
-        KeyboardInterrupt: If it comes before every chain has a draw; after that, it ends the run.
+    process takes them, changes nothing. Ctrl-C ends the run, if every chain has a draw.
     """
     rounds: list[list[list[MetropolisStep]]] = []  # steps by round and chain
     taken, total = 0, warm_up + draws

@@ -135,11 +135,7 @@ def require_names(argument: str, given: Any, known: Mapping[str, Any]) -> None:
 
 
 def proper_value(argument: str, parameter: Learnable, value: Any) -> Tensor:
-    """A value for a parameter as a tensor of the parameter's type.
-
-    Raises:
-        ValueError: If it has another shape, or is out of bounds.
-    """
+    """A value for a parameter as a tensor of its type; raises on another shape, or out of bounds."""
     like = parameter.value
     tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device).detach().clone()
     where = f"{argument}['{parameter.name}']"

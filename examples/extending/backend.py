@@ -15,8 +15,8 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.handlers import Batched
 from cpomdp_ppl.inference import Backend, ObservableOperator, Observed, Recursion, Smoothing, scan
+from cpomdp_ppl.inference.filtering import moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.observed import axes, log_density_of_seen
-from cpomdp_ppl.inference.smoothing import moments_in_time, trajectories_in_time
 from cpomdp_ppl.models import ContextualTiger
 from cpomdp_ppl.state import map_state
 
