@@ -212,13 +212,8 @@ class ImproperSites(Messenger):
 
     A normal density says so by itself: it is NaN then.
 
-    Args:
-        program: Name of the program, for messages.
-        max_plate_nesting: Number of axes on the right that belong to the program's own plates.
-
     Attributes:
-        wrong: Where that is, bool `[context, episode, particle]` or a shape that broadcasts to it; None if
-            nowhere.
+        wrong: Where that is, bool; broadcasts to `[context, episode, particle]`; None if nowhere.
         message: A description of the first such site.
     """
 

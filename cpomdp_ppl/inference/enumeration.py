@@ -24,13 +24,9 @@ ENGINE_AXES = 3
 
 
 class Nodes:
-    """Points ε and weights that stand for a standard normal variable: the trapezoidal rule.
+    """Points ε and weights that stand for a standard normal variable: the trapezoidal rule up to a `reach`.
 
     For smooth functions of ε the rule converges faster than any power of the number of points.
-
-    Args:
-        number: Number of points.
-        reach: The largest ε.
     """
 
     def __init__(self, number: int, reach: float = 6.5) -> None:

@@ -101,13 +101,9 @@ def _central(site: Any, plate_axes: int) -> Tensor:
 
 
 class Reparameterised(Messenger):
-    """Sets every site to `loc + scale·ε`, with the noise ε given.
+    """Sets every site of a program to `loc + scale·ε`.
 
-    Args:
-        program: Name of the program, for messages.
-        plate_axes: Number of axes that belong to the program's own plates.
-        noise: ε of all sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0, to find
-            out how much is needed.
+    The noise ε of all sites is `[C, B, K, E]`, in the order of visits; None for ε = 0, to find out its size.
 
     Attributes:
         num_noise: Dimension E of the noise used so far.
@@ -150,14 +146,8 @@ class Sensed(Scored):
     """Gives every observation site what was seen there, and keeps mean and covariance of the Gaussian ones.
 
     A site thus depends on the *values* of those before it, as its density does, and noise is independent
-    between sites. A Gaussian site that was not seen, but on which others depend, is a function of its noise.
-
-    Args:
-        seen: The step.
-        signature: The signature of the model.
-        batch_shape: `[C, B, K]`.
-        discrete: Names of the discrete sites, which are passed over here.
-        noise: ε of the hidden sites in the order in which they are visited, `[C, B, K, E]`; None for ε = 0.
+    between sites. A Gaussian site that was not seen, but on which others depend, is a function of its noise,
+    ε `[C, B, K, E]` in the order of visits. Sites that are `discrete` are passed over.
 
     Attributes:
         means: Means by site, `[C, B, K, m]` with plates and event flattened.

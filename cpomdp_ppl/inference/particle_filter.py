@@ -16,7 +16,7 @@ from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
-from cpomdp_ppl.inference.resampling import Adaptive, Resampling, as_scheme
+from cpomdp_ppl.inference.resampling import Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
@@ -115,7 +115,7 @@ class SMC(Recursion):
         super().__init__(model)
         self.N = settings.num_particles
         self.common = settings.common_random_numbers
-        self.resampling = Adaptive(as_scheme(settings.resampling), settings.ess_threshold)
+        self.scheme, self.threshold = as_scheme(settings.resampling), settings.ess_threshold
         self.dtype = torch.get_default_dtype()
         for _, leaf in leaves(self.signature.state):
             if leaf.dtype.is_floating_point:
@@ -149,8 +149,8 @@ class SMC(Recursion):
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
         """Resample the rows that need it. Says who descends from whom; None if no row did."""
-        (C, B, N), scheme = cloud.shape, self.resampling.scheme
-        needed = self.resampling.needed(cloud.weights.ess, N)  # [C, B]
+        (C, B, N), scheme = cloud.shape, self.scheme
+        needed = cloud.weights.ess < self.threshold * N * (1 - 1e-6)  # [C, B]; 1: if weights differ at all
         if alive is not None:
             needed = needed & alive
         # Drawn in any case: what one episode needs must not change the random numbers of another.

@@ -96,23 +96,6 @@ class Residual:
         return ancestors(counts.cumsum(-1))
 
 
-@dataclass(frozen=True)
-class Adaptive:
-    """Resample only the rows that need it: those whose effective sample size fell below a threshold.
-
-    Args:
-        scheme: What to do with those rows.
-        threshold: Fraction of N; 0 never resamples, 1 does whenever the weights differ at all.
-    """
-
-    scheme: Resampling
-    threshold: float
-
-    def needed(self, ess: Tensor, num_particles: int) -> Tensor:
-        """Which rows to resample, bool, of the shape of `ess`."""
-        return ess < self.threshold * num_particles * (1 - 1e-6)
-
-
 SCHEMES: dict[str, Resampling] = {
     "systematic": Systematic(),
     "stratified": Stratified(),

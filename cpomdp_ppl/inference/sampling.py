@@ -25,11 +25,6 @@ class Drawn(Messenger):
     With common random numbers all contexts of an episode see the same noise: differences between their
     likelihoods are then due to the contexts, not to luck.
 
-    Args:
-        shape: `[C, B, N]`.
-        common: Whether contexts share the noise.
-        max_plate_nesting: How many axes on the right belong to the program's own plates.
-
     Attributes:
         sites: By name, the distribution and the value drawn.
     """

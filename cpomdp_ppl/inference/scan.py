@@ -21,13 +21,10 @@ if TYPE_CHECKING:
 
 
 class TimeBuffer:
-    """What a recursion says at every time, in memory that is taken at once.
+    """What a recursion says at each of `length` times, in memory that is taken at once.
 
     Small tensors that stay, made one by one between large ones that go, would each break a gap that the next
     large one needs, and the memory of long episodes would grow by a large tensor for every step.
-
-    Args:
-        length: At how many times.
 
     Attributes:
         values: Leaves `[length, C, B, …]`; None before the first is written.
@@ -80,12 +77,6 @@ class FilterStep:
 
     The filter takes the step when `after` or `increment` is first asked for, or when the pass goes on. What a
     consumer draws from `before` until then comes before the filter's own random numbers.
-
-    Args:
-        recursion: The filter at work.
-        before: The belief before the step.
-        observed: What was done and observed.
-        num_episodes: In how many episodes B.
 
     Attributes:
         before: The belief before the step.

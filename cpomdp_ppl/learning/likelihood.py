@@ -97,15 +97,7 @@ def log_likelihood(
 
 
 class LogLikelihood:
-    """The log-likelihood of episodes as a function of a model's parameters.
-
-    Args:
-        model: The CPOMDP, of which a copy is made.
-        episodes: What was done and seen.
-        likelihood: A backend that can be differentiated, or its name.
-        use_contexts: Whether to condition on contexts that are known.
-        seed: Seed of the random numbers of a backend that draws some.
-    """
+    """The log-likelihood of episodes as a function of the parameters of (a copy of) a model."""
 
     def __init__(
         self,

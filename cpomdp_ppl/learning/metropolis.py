@@ -65,13 +65,8 @@ class Walk:
     proposed with the same random numbers, so that most of the noise is in both estimates and cancels; then
     new ones are proposed for one block of episodes.
 
-    Args:
-        start: The place around which it begins, `[P]`.
-        covariance: Covariance of the posterior, `[P, P]`, as far as it is known; None if it is not.
-        jumps: Share of proposals that do not depend on where the walk is.
-        warm_up: Number of steps during which it adapts.
-        seed: Seed of all chains.
-        chain: Number of this chain.
+    It begins around `start [P]`, adapts for `warm_up` steps, and knows the covariance of the posterior, or
+    does not (None). A share `jumps` of proposals do not depend on where it is.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cpomdp_ppl.model import CPOMDP
 
@@ -91,7 +91,7 @@ def with_parameters(model: CPOMDP, values: Mapping[str, Any]) -> CPOMDP:
     known = {one.name: one for one in learnable(model)}
     require_names("values", values, known)
     fixed = {name: proper_value("values", known[name], value) for name, value in values.items()}
-    copy = _detached(model, fixed)
+    copy = constant_copy(model, fixed)
     for (module, name), value in zip(_places(copy, fixed), fixed.values(), strict=True):
         if hasattr(type(module), name):  # a decorated one would hide a buffer
             vars(module)[name] = value
@@ -100,18 +100,14 @@ def with_parameters(model: CPOMDP, values: Mapping[str, Any]) -> CPOMDP:
     return copy
 
 
-def constant_copy(model: CPOMDP, names: Sequence[str]) -> CPOMDP:
-    """A copy without the named parameters, for `set_constants` to fill."""
-    return _detached(model, names)
-
-
 def set_constants(copy: CPOMDP, values: Mapping[str, Tensor]) -> None:
     """Give a `constant_copy` tensors in place of its parameters, which may have a graph."""
     for (module, name), value in zip(_places(copy, values), values.values(), strict=True):
         vars(module)[name] = value  # a PyroModule does not intercept what is in its dict
 
 
-def _detached(model: CPOMDP, names: Any) -> CPOMDP:
+def constant_copy(model: CPOMDP, names: Iterable[str]) -> CPOMDP:
+    """A copy without the named parameters, for `set_constants` to fill."""
     copy = deepcopy(model)
     for module, name in _places(copy, names):
         # By hand: `delattr` of a module that has run would delete from Pyro's param store.
@@ -120,7 +116,7 @@ def _detached(model: CPOMDP, names: Any) -> CPOMDP:
     return copy
 
 
-def _places(model: CPOMDP, names: Any) -> Iterator[tuple[Any, str]]:
+def _places(model: CPOMDP, names: Iterable[str]) -> Iterator[tuple[Any, str]]:
     for path in names:
         prefix, _, name = path.rpartition(".")
         yield model.get_submodule(prefix), name

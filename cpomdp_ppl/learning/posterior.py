@@ -32,14 +32,8 @@ FOR_WALK, FOR_ESTIMATE, FOR_REPLICATE, FOR_START = range(4)
 class BlockLikelihood:
     """The log-likelihood of blocks of episodes, estimated by any backend, as a function of parameters.
 
-    Every block has its own random numbers, so that some can be renewed without others.
-
-    Args:
-        model: The CPOMDP, of which a copy is made.
-        episodes: What was done and seen.
-        backend: A backend whose likelihoods are unbiased estimates, or exact.
-        use_contexts: Whether to condition on contexts that are known.
-        blocks: Number of blocks; there are no more than episodes.
+    Every block has its own random numbers, so that some can be renewed without others. The backend's
+    likelihoods have to be unbiased estimates, or exact.
 
     Attributes:
         impossible: Explanation of the last estimate that was minus infinity.
@@ -129,14 +123,7 @@ class PosteriorPoint:
 
 
 class Posterior:
-    """The posterior density, estimated.
-
-    Args:
-        space: The parameters.
-        prior: A distribution for every parameter.
-        likelihood: Estimates of the likelihood.
-        noisy: Whether these depend on random numbers.
-    """
+    """The posterior density, estimated; `noisy` says whether the likelihood depends on random numbers."""
 
     def __init__(
         self, space: Unconstrained, prior: Mapping[str, Any], likelihood: BlockLikelihood, noisy: bool

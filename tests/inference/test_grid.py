@@ -16,6 +16,7 @@ from cpomdp_ppl.errors import DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.cells import CellGrid
 from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from tests.inference.test_kalman import Scales
 from tests.programs import EyesOpen, Plates, Walk
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "light_dark_dev.npz"
@@ -359,26 +360,11 @@ def test_plain_tensors_are_made_double():
     assert model.half.dtype == model.several[0].dtype == model.named["sd"].dtype == torch.float32
 
 
-class Negative(Outlier):
-    def __init__(self, program, scale):
-        super().__init__(1.0)
-        self.scales = {"initial": 1.0, "transition": 1.0, "observation": 1.0, program: scale}
-
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(0.0, self.scales["initial"]))
-
-    def transition(self, state, action, context):
-        return pyro.sample("x", dist.Normal(state, self.scales["transition"]))
-
-    def observation(self, state, action, context):
-        pyro.sample("z", dist.Normal(state, self.scales["observation"]))
-
-
 @pytest.mark.parametrize("scale", [-1.0, float("nan")])
 @pytest.mark.parametrize(("program", "site"), [("initial", "x"), ("transition", "x"), ("observation", "z")])
 def test_scales_that_make_no_sense(program, site, scale):
     with pytest.raises(DensityError, match=f"{program}: site '{site}' .*scale = {scale}"):
-        GridFilter(100, bounds=(-30, 30)).run(Negative(program, scale), once(0.0))
+        GridFilter(100, bounds=(-30, 30)).run(Scales(program, scale), once(0.0))
 
 
 class Counts(Outlier):

@@ -15,7 +15,7 @@ import torch
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.errors import DensityError, ModelError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
-from cpomdp_ppl.inference.gaussian_belief import block_diagonal, square_root
+from cpomdp_ppl.inference.gaussian_belief import square_root
 from cpomdp_ppl.inference.moment_matching import normal_points
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
@@ -121,34 +121,24 @@ def kalman(m, P, rounds):
     return np.array(increments), np.array(means), np.array(covariances)
 
 
-def joint_posterior(m, L, rounds):
-    """Means and covariances of all states given all data, from the one Gaussian of all noise ε_0, ε_1, ….
-
-    Every state and every observation is affine in that noise.
-    """
-    n = m.size + sum(np.linalg.matrix_rank(Q) if Q.any() else 0 for _, _, Q, *_ in rounds)
-    state, loading = m, np.hstack([L, np.zeros((m.size, n - L.shape[1]))])
-    states, loadings, used = [state], [loading], L.shape[1]
-    rows, residuals, noise = [np.zeros((0, n))], [np.zeros(0)], [np.zeros((0, 0))]
-    for A, b, Q, H, d, R, z in rounds:
-        values, vectors = np.linalg.eigh(Q)
-        root = (vectors * np.sqrt(values.clip(0)))[:, values > 1e-12]
-        state, loading = A @ state + b, A @ loading
-        loading[:, used : used + root.shape[1]] += root
-        used += root.shape[1]
-        states.append(state)
-        loadings.append(loading)
-        rows.append(H @ loading)
-        residuals.append(z - H @ state - d)
-        noise.append(R)
-    M, r = np.vstack(rows), np.concatenate(residuals)
-    R = block_diagonal([torch.as_tensor(block) for block in noise]).numpy()
-    gain = M.T @ np.linalg.inv(M @ M.T + R)
-    covariance = np.eye(n) - gain @ M
-    return (
-        np.array([s + W @ gain @ r for s, W in zip(states, loadings, strict=True)]),
-        np.array([W @ covariance @ W.T for W in loadings]),
-    )
+def gaussian_of_all_states(m, P, rounds):
+    """Mean `[n]` and covariance `[n, n]` of all states in a vector, given all data; rounds as in `kalman`."""
+    D, n = m.size, m.size * (len(rounds) + 1)
+    mean, covariance = [m], np.zeros((n, n))
+    covariance[:D, :D] = P
+    H, residual, R = np.zeros((0, n)), np.zeros(0), np.zeros((0, 0))
+    for t, (A, b, Q, Ht, d, Rt, z) in enumerate(rounds):
+        now, then = slice(t * D, (t + 1) * D), slice((t + 1) * D, (t + 2) * D)
+        mean.append(A @ mean[-1] + b)
+        covariance[then] = A @ covariance[now]
+        covariance[:, then] = covariance[then].T
+        covariance[then, then] = A @ covariance[now, now] @ A.T + Q
+        rows = np.zeros((len(z), n))
+        rows[:, then] = Ht
+        H, residual = np.vstack([H, rows]), np.concatenate([residual, z - Ht @ mean[-1] - d])
+        R = np.block([[R, np.zeros((len(R), len(z)))], [np.zeros((len(z), len(R))), Rt]])
+    gain = covariance @ H.T @ np.linalg.inv(H @ covariance @ H.T + R)
+    return np.concatenate(mean) + gain @ residual, covariance - gain @ H @ covariance
 
 
 def rounds_of(model, episodes, b, c):
@@ -225,10 +215,10 @@ def test_smoothers_give_the_posterior_of_the_joint_gaussian(backend, seed):
     for b in range(len(episodes)):
         n = int(episodes.lengths[b])
         for c in range(model.contexts):
-            rounds = rounds_of(model, episodes, b, c)
-            means, covariances = joint_posterior(model.m0[c].numpy(), model.L0[c].numpy(), rounds)
-            close(mean[b, : n + 1, c], means, 1e-7)
-            close(variance[b, : n + 1, c], np.diagonal(covariances, 0, 1, 2), 1e-7)
+            P0 = (model.L0[c] @ model.L0[c].T).numpy()
+            joint = gaussian_of_all_states(model.m0[c].numpy(), P0, rounds_of(model, episodes, b, c))
+            close(mean[b, : n + 1, c].ravel(), joint[0], 1e-7)
+            close(variance[b, : n + 1, c].ravel(), np.diag(joint[1]), 1e-7)
 
 
 class Echo(Walk):
@@ -287,12 +277,12 @@ def test_plates_of_the_programs_own(backend):
             shift = np.full(2, float(episodes.actions[b, t]))
             rounds.append((np.eye(2), shift, np.eye(2), H, np.array([0.0, 0.0, 1.0]), R, z))
         increments, means, covariances = kalman(np.zeros(2), np.eye(2), rounds)
-        smoothed, _ = joint_posterior(np.zeros(2), np.eye(2), rounds)
+        smoothed, _ = gaussian_of_all_states(np.zeros(2), np.eye(2), rounds)
         for c in range(2):
             close(result.increments[b, :, c], increments, 1e-4)
             close(result.state_mean[b, :, c], means, 1e-5)
             close(result.state_variance[b, :, c], np.diagonal(covariances, 0, 1, 2), 1e-5)
-        close(backend.smooth(model, episodes).state_mean[b, :, 0], smoothed, 1e-5)
+        close(backend.smooth(model, episodes).state_mean[b, :, 0].ravel(), smoothed, 1e-5)
 
 
 def test_learnable_constants(backend):

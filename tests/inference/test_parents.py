@@ -357,13 +357,8 @@ def test_a_distribution_that_keeps_its_parameters_in_functions():
     np.testing.assert_allclose(found[:, 0], [model.truth(float(each)) for each in z], rtol=1e-4)
 
 
-class Gate(CPOMDP):
+class Gate(Detector):
     """A detector that is missing from the record, though what it let through is there."""
-
-    contexts, actions, horizon = 2, 1, 1
-
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(0.0, 1.0))
 
     def transition(self, state, action, context):
         return pyro.sample("x", dist.Normal(state, 0.5))
@@ -371,9 +366,6 @@ class Gate(CPOMDP):
     def observation(self, state, action, context):
         detected = pyro.sample("detected", dist.Bernoulli(0.3 + 0.5 * context))
         pyro.sample("z", dist.Normal(state, 0.5).mask(detected == 1))
-
-    def reward(self, state, action, context):
-        return state
 
 
 def test_looking_ahead_past_a_gate_that_is_missing():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpomdp_ppl.inference.resampling import SCHEMES, Adaptive, Systematic
+from cpomdp_ppl.inference.resampling import SCHEMES, Systematic
 
 GENERATOR = torch.Generator()
 
@@ -69,8 +69,3 @@ def test_many_particles_in_single_precision_stay_in_range(name):
         assert ancestors.shape == (2, N)
         assert int(ancestors.min()) >= 0
         assert int(ancestors.max()) < N
-
-
-def test_adaptivity_is_decided_row_by_row():
-    needed = Adaptive(Systematic(), 0.5).needed(torch.tensor([[10.0, 4.9], [5.1, 1.0]]), 10)
-    assert needed.tolist() == [[False, True], [False, True]]

@@ -15,14 +15,27 @@ import pytest
 import torch
 
 from cpomdp_ppl import Episodes, RandomPolicy, simulate
-from cpomdp_ppl.inference import ExtendedKalmanFilter, GridFilter, ObservableOperator, as_backend
+from cpomdp_ppl.inference import (
+    ExtendedKalmanFilter,
+    GridFilter,
+    ObservableOperator,
+    ParticleFilter,
+    as_backend,
+)
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.models import LightDark
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import fixed_actions
 from tests.inference.test_finite import Random, paths, random_episodes
 from tests.inference.test_grid import LINE, PLANE
-from tests.inference.test_kalman import FILTERS, LinearGaussian, as_vectors, ragged, rounds_of
+from tests.inference.test_kalman import (
+    FILTERS,
+    LinearGaussian,
+    as_vectors,
+    gaussian_of_all_states,
+    ragged,
+    rounds_of,
+)
 from tests.inference.test_online import ONLINE, at
 from tests.programs import EyesOpen, Plates, Walk
 
@@ -46,26 +59,6 @@ def assert_gaussian(draws, mean, covariance, allowed=0.0):
 
 
 # -------------------------------------------------------------------------------------------- trajectories
-
-
-def gaussian_of_all_states(m, P, rounds):
-    """Mean `[n]` and covariance `[n, n]` of all states in a vector, given all data; rounds as in `kalman`."""
-    D, n = m.size, m.size * (len(rounds) + 1)
-    mean, covariance = [m], np.zeros((n, n))
-    covariance[:D, :D] = P
-    H, residual, R = np.zeros((0, n)), np.zeros(0), np.zeros((0, 0))
-    for t, (A, b, Q, Ht, d, Rt, z) in enumerate(rounds):
-        now, then = slice(t * D, (t + 1) * D), slice((t + 1) * D, (t + 2) * D)
-        mean.append(A @ mean[-1] + b)
-        covariance[then] = A @ covariance[now]
-        covariance[:, then] = covariance[then].T
-        covariance[then, then] = A @ covariance[now, now] @ A.T + Q
-        rows = np.zeros((len(z), n))
-        rows[:, then] = Ht
-        H, residual = np.vstack([H, rows]), np.concatenate([residual, z - Ht @ mean[-1] - d])
-        R = np.block([[R, np.zeros((len(R), len(z)))], [np.zeros((len(z), len(R))), Rt]])
-    gain = covariance @ H.T @ np.linalg.inv(H @ covariance @ H.T + R)
-    return np.concatenate(mean) + gain @ residual, covariance - gain @ H @ covariance
 
 
 @pytest.mark.slow
@@ -242,11 +235,65 @@ def test_chunks_and_pieces_agree(model, name, monkeypatch):
     assert (difference / error).abs().max() < LIMIT
 
 
-@pytest.mark.parametrize("name", ["ekf", "ukf", "grid", "exact"])
+@pytest.mark.parametrize("name", ["ekf", "ukf", "grid", "exact", "smc"])
 def test_bad_arguments_are_named(name):
     episodes = simulate(Walk(), RandomPolicy(2), 2, seed=0)
     with pytest.raises(ValueError, match="num_trajectories: expected a positive integer, got 0"):
         as_backend(name).smooth(Walk(), episodes, 0)
+
+
+# ----------------------------------------------------------------------------------------------- particles
+
+NUM_DRAWN = 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Walk, EyesOpen])
+def test_backward_sampling_is_the_rts_smoother(make):
+    model = make()
+    episodes = simulate(model, RandomPolicy(2), 3, seed=0).truncated(torch.tensor([1, 2, 3]))
+    exact = ExtendedKalmanFilter().smooth(model, episodes)
+    found = ParticleFilter(4000).smooth(model, episodes, NUM_DRAWN, seed=0)
+    assert found.method == "backward sampling"
+    assert found.trajectories.shape == (NUM_DRAWN, 3, 4, 2)
+    # Trajectories share particles; 4000 of those count for about a twelfth in the worst row.
+    error = (exact.state_variance / (NUM_DRAWN / 3)).sqrt()
+    assert ((found.state_mean - exact.state_mean) / error).abs().max() < 5
+    assert (found.state_variance / exact.state_variance - 1).abs().max() < 0.25
+
+
+@pytest.mark.slow
+def test_trajectories_are_joint():
+    """The lag-one covariance of drawn trajectories is the smoother's, not zero."""
+    episodes = simulate(Walk(), RandomPolicy(2), 1, seed=0)
+    draws = (
+        ParticleFilter(1500).smooth(Walk(), episodes, NUM_DRAWN, seed=1).trajectories[:, 0, :, 0]
+    )  # [M, T+1]
+    # Exact: three steps of a random walk with unit noises, as one Gaussian.
+    T = 3
+    L = torch.tril(torch.ones(T + 1, T + 1))
+    prior = L @ L.T
+    H = torch.eye(T + 1)[1:]
+    gain = prior @ H.T @ torch.linalg.inv(H @ prior @ H.T + torch.eye(T))
+    posterior = prior - gain @ H @ prior
+    assert (torch.cov(draws.T) - posterior).abs().max() < 0.12
+
+
+def test_the_genealogy_is_the_forward_backward_smoother():
+    model = ContextualTiger(horizon=5)
+    episodes = simulate(model, RandomPolicy(3), 8, seed=0).truncated(torch.tensor([5, 5, 5, 5, 2, 3, 4, 5]))
+    exact = ObservableOperator().smooth(model, episodes).probabilities[..., 1]  # [B, T+1, C]
+    found = ParticleFilter(5000).smooth(model, episodes, NUM_DRAWN, seed=0)
+    assert found.method == "genealogy"
+    error = (exact * (1 - exact) / (NUM_DRAWN / 3)).sqrt().clamp(min=2e-3)
+    assert ((found.state_mean - exact) / error).abs().max() < 5
+
+
+@pytest.mark.parametrize(("make", "method"), [(LightDark, "genealogy"), (Beacons, "backward sampling")])
+def test_it_says_which_way_it_took(make, method):
+    model = make(horizon=4)
+    episodes = simulate(model, RandomPolicy(model.num_actions), 3, seed=0)
+    assert ParticleFilter(50).smooth(model, episodes, 10, seed=0).method == method
 
 
 # ----------------------------------------------------------------------------------- draws from one belief
