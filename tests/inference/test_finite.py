@@ -282,18 +282,6 @@ def test_no_noise_means_exact_tables():
     assert torch.equal(tiger.transition[0, 0], torch.eye(2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("model", [LineGrid(), ContextualTiger()])
-def test_finite_models_run(model):
-    episodes = simulate(model, RandomPolicy(model.num_actions), 50, contexts="balanced", seed=1)
-    found = ObservableOperator().run(model, episodes)
-    assert found.log_likelihood.dtype == torch.float64
-    assert found.posterior().sum(-1) == pytest.approx(torch.ones(50, model.horizon + 1))
-    states = torch.nn.functional.one_hot(episodes.states, model.states)
-    smoothed = ObservableOperator().smooth(model, episodes).probabilities
-    truly = smoothed[torch.arange(50), :, episodes.contexts]
-    assert (truly[states.bool()] > 0).all()
-
-
 def test_line_grid_in_closed_form():
     model = LineGrid()
     episodes = simulate(model, lambda h: torch.full((20,), 2), 20, contexts=0, seed=0)

@@ -68,19 +68,12 @@ def assert_right(found: torch.Tensor, expected: np.ndarray) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("process", "sensor"),
-    [(0.3, 0.01), (0.3, 0.1), (0.3, 3.0), (0.03, 0.3), (0.003, 0.3), (3.0, 0.3), (0.0, 0.1), (0.02, 0.02)],
+    ("d", "process", "sensor"),
+    [(1, 0.3, 0.01), (1, 0.3, 0.1), (1, 0.3, 3.0), (1, 0.03, 0.3), (1, 0.003, 0.3), (1, 3.0, 0.3)]
+    + [(1, 0.0, 0.1), (1, 0.02, 0.02), (2, 0.6, 0.8), (2, 0.3, 2.0)],
 )
-def test_whatever_the_noise_the_grid_is_a_kalman_filter(process, sensor):
-    model = Drift(process, sensor)
-    episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
-    assert_right(GridFilter().run(model, episodes).log_likelihood, kalman(model, episodes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("process", "sensor"), [(0.6, 0.8), (0.3, 2.0)])
-def test_whatever_the_noise_the_grid_is_a_kalman_filter_in_two_dimensions(process, sensor):
-    model = Drift(process, sensor, d=2)
+def test_whatever_the_noise_the_grid_is_a_kalman_filter(d, process, sensor):
+    model = Drift(process, sensor, d=d)
     episodes = simulate(model, RandomPolicy(1), 8, contexts="balanced", seed=0)
     assert_right(GridFilter().run(model, episodes).log_likelihood, kalman(model, episodes))
 
@@ -507,8 +500,6 @@ def test_more_particles_where_few_are_unsure():
 
 
 def test_an_evaluation_is_by_the_reference():
-    from cpomdp_ppl import evaluate
-
     assert evaluate(Drift(0.3, 0.01), RandomPolicy(1), 20).likelihood == "ekf"
 
 
