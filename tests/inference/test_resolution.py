@@ -69,7 +69,8 @@ def assert_right(found: torch.Tensor, expected: np.ndarray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "process", "sensor"),
-    [(1, 0.3, 0.01), (1, 0.3, 0.1), (1, 0.3, 3.0), (1, 0.03, 0.3), (1, 0.003, 0.3), (1, 3.0, 0.3)]
+    [(1, 0.3, s) for s in (0.01, 0.1, 3.0)]
+    + [(1, q, 0.3) for q in (0.003, 0.03, 3.0)]
     + [(1, 0.0, 0.1), (1, 0.02, 0.02), (2, 0.6, 0.8), (2, 0.3, 2.0)],
 )
 def test_whatever_the_noise_the_grid_is_a_kalman_filter(d, process, sensor):
