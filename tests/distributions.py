@@ -235,10 +235,6 @@ def log_odds(p: float) -> float:
     return float(special.logit(p))
 
 
-def binomial(probs: float, total_count: int = 4) -> Any:
-    return stats.binom(total_count, probs)
-
-
 def negative_binomial(total_count: float, probs: float) -> Any:
     return stats.nbinom(total_count, 1 - probs)
 
@@ -472,7 +468,13 @@ CASES: dict[str, Case] = {
         4,
         **UP_TO_FOUR,
     ),
-    "Binomial": counted(dist.Binomial, {"total_count": [4, 4, 4], "probs": PROBS}, binomial, 4, **UP_TO_FOUR),
+    "Binomial": counted(
+        dist.Binomial,
+        {"total_count": [4, 4, 4], "probs": PROBS},
+        lambda total_count, probs: stats.binom(total_count, probs),
+        4,
+        **UP_TO_FOUR,
+    ),
     "Categorical": Case(
         dist.Categorical,
         {"probs": TRIPLES},
