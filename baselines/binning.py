@@ -52,15 +52,10 @@ class Binning:
         limits: Limits | None = None,
         scheme: Scheme = "uniform",
     ) -> Binning:
-        """Bin all continuous sites.
+        """Bin every number of all continuous sites; None for `bins` leaves observations as they are.
 
-        Args:
-            sites: The observation sites of a model.
-            episodes: Where limits and quantiles are read off.
-            bins: How many bins for each number; None leaves observations as they are.
-            limits: Where the bins begin and end, for all sites, or by site; left out (or for sites left out),
-                all that the episodes saw but a percent.
-            scheme: `"uniform"` for bins of equal width; `"quantile"` for bins seen equally often.
+        Limits are for all sites, or by site; left out, or for sites left out, bins hold all that episodes
+        saw but a percent. They are of equal width (`"uniform"`), or seen equally often (`"quantile"`).
         """
         if bins is not None:
             bins = require_count("bins", bins)

@@ -51,13 +51,7 @@ class Always:
 
 
 class Tracking(ABC):
-    """A policy that follows the context with a filter, and decides by the posterior.
-
-    Args:
-        model: The CPOMDP.
-        likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
-        seed: Seed of the filter.
-    """
+    """A policy that follows the context with a filter, and decides by the posterior."""
 
     def __init__(self, model: CPOMDP, likelihood: str | Backend | None = None, seed: int = 0) -> None:
         require_model(model)

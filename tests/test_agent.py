@@ -62,30 +62,18 @@ def test_its_choices_follow_the_policys_probabilities():
     assert ((counts - expected).abs() < 4 * (expected * (1 - expected) / 400).sqrt()).all()
 
 
-def test_the_same_seed_does_the_same():
-    model = LightDark()
-    runs = []
-    for seed in (3, 3, 4):
-        agent = Agent(model, RandomPolicy(3), seed=seed)
-        actions = []
-        for _ in range(model.horizon):
-            actions.append(agent.act())
-            agent.observe({"z": 0.1} if actions[-1] == 2 else None)
-        runs.append(actions)
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_neighbouring_seeds_have_nothing_in_common():
+def test_a_seed_decides_and_neighbouring_seeds_have_nothing_in_common():
     """Were a step's numbers those of seed + time, agent 1 would do what agent 0 does a step later."""
-    runs = []
-    for seed in range(2):
-        agent = Agent(LightDark(), RandomPolicy(3), seed=seed, likelihood="ekf")
-        actions = []
+
+    def actions(seed):
+        agent, taken = Agent(LightDark(), RandomPolicy(3), seed=seed, likelihood="ekf"), []
         for _ in range(20):
-            actions.append(agent.act())
+            taken.append(agent.act())
             agent.observe(observed={})
-        runs.append(actions)
-    same = sum(one == other for one, other in zip(runs[0][1:], runs[1], strict=False))
+        return taken
+
+    assert actions(0) == actions(0) != actions(1)
+    same = sum(one == other for one, other in zip(actions(0)[1:], actions(1), strict=False))
     assert same < 15  # 6.3 of 19 expected, with a standard deviation of 2.1
 
 
@@ -162,12 +150,8 @@ def test_what_is_always_seen_must_not_be_forgotten():
     agent.observe({"z": 0.3}, action="observe")
     agent.observe({}, observed={"z": False}, action="observe")  # a sensor that failed
     assert agent.time == 3
-
-
-def test_an_initial_observation_must_not_be_forgotten():
-    agent = Agent(EyesOpen(), RandomPolicy(2), seed=0)
     with pytest.raises(ObservationError, match="which is always seen before the first action, got nothing"):
-        agent.observe({})
+        Agent(EyesOpen(), RandomPolicy(2), seed=0).observe({})
 
 
 class Detector(Walk):

@@ -107,16 +107,13 @@ def test_particles_of_few_are_caught_on_beacons():
     assert "over-confident" in calibration.verdict
 
 
-def test_half_the_noise_is_caught():
+def test_noise_that_is_not_the_models_is_caught():
     calibration = calibrate(LightDark(), looks_every_second_step, "ekf", 1000, believed=HALF_THE_NOISE)
     assert calibration.verdict.startswith("not calibrated")
     assert "observations: z (over-confident: ranks pile up at both ends)" in calibration.verdict
     assert calibration.contexts.brier > calibration.contexts.expected_brier + 0.03
-
-
-def test_twice_the_noise_is_caught():
-    believed = LightDark(light_variance=3.0, dark_variance=24.0)
-    calibration = calibrate(LightDark(), looks_every_second_step, "ekf", 1000, believed=believed)
+    twice = LightDark(light_variance=3.0, dark_variance=24.0)
+    calibration = calibrate(LightDark(), looks_every_second_step, "ekf", 1000, believed=twice)
     assert "observations: z (under-confident: ranks crowd in the middle)" in calibration.verdict
 
 
