@@ -10,14 +10,17 @@ import copyreg
 import hashlib
 import inspect
 import json
+import os
 import sys
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
-from types import CodeType, FunctionType, ModuleType
+from pathlib import Path
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ReferenceType
 
 import numpy as np
+import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
@@ -28,7 +31,6 @@ from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 Described: TypeAlias = dict[int, tuple[Any, str]]
 """Values that were described before, by id, and their hashes: shared ones are described once, and those that
@@ -42,8 +44,13 @@ MODULE_MACHINERY = frozenset(vars(PyroModule())) - {
 WRAPPED = ("__func__", "fget", "fset", "fdel", "func")
 """Where static and class methods, properties and cached properties keep their functions."""
 
-CODE = ("co_name", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names", "co_varnames", "co_freevars")
+CODE = (
+    *("co_name", "co_argcount", "co_kwonlyargcount", "co_flags", "co_names", "co_varnames", "co_freevars"),
+    "co_exceptiontable",
+)
 """What makes up a piece of code besides instructions and constants; not where it stands."""
+
+STANDARD_LIBRARY = Path(os.__file__).parent
 
 
 class FingerprintError(ValueError):
@@ -53,10 +60,10 @@ class FingerprintError(ValueError):
 def fingerprint(value: Any) -> str:
     """Sixteen letters, the same in every process, and others if the value or the code behind it changes.
 
-    Numbers, text, arrays, tensors and what is made up of them count by what they hold; functions by bytecode,
-    defaults and closures; other objects by their class and what `pickle` would keep of them, except for the
-    fields of a dataclass that take no part in its comparison and what a `cached_property` keeps. A class
-    counts by its attributes and bases, or by name and version if it belongs to an installed library.
+    Numbers, text, arrays, tensors and what is made up of them count by what they hold; functions by module,
+    bytecode, defaults and closures; other objects by their class and what `pickle` would keep of them, except
+    for the fields of a dataclass that take no part in its comparison and what a `cached_property` keeps. A
+    class counts by its attributes and bases, or by name and version if it belongs to an installed library.
 
     What a function calls or finds in its module is not looked at. Comments and layout make no difference;
     another version of Python does.
@@ -201,14 +208,15 @@ def _parts(value: Any, seen: Described) -> list[Any]:
 
     kind = type(value)
     if isinstance(value, Tensor):
-        return [value.requires_grad, *contents(value.detach().cpu().numpy())]
+        return [str(value.dtype), list(value.shape), value.requires_grad, _bits(value)]
     if kind is np.ndarray:
         data = value.tolist() if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
         return contents(value.dtype.descr, value.shape, data)
     if kind in (list, tuple):
         return contents(*value)
-    if kind is dict:
-        return sorted((contents(*pair) for pair in value.items()), key=json.dumps)
+    if kind in (dict, MappingProxyType):  # keys first: circles are numbered in the order of what is in them
+        keys = sorted(((_content(key, seen), key) for key in value), key=lambda pair: json.dumps(pair[0]))
+        return [[content, _content(value[key], seen)] for content, key in keys]
     if isinstance(value, set | frozenset):  # each by itself: their order is another in every process
         members = sorted(_hash(_content(each, dict(seen))) for each in value)
         return [members, *contents(kind, getattr(value, "__dict__", None))]
@@ -222,7 +230,10 @@ def _parts(value: Any, seen: Described) -> list[Any]:
         return [value.co_code.hex(), *contents(*(getattr(value, name) for name in CODE), value.co_consts)]
     if kind is FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return contents(value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value))
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value))
+        return contents(value.__module__, *parts)
+    if kind is MethodType:
+        return contents(value.__self__, value.__func__)
     if isinstance(value, staticmethod | classmethod | property | cached_property):
         return contents(*(getattr(value, name, None) for name in WRAPPED))
     if isinstance(value, nn.Module):  # Pyro's way of pickling changes the parameters
@@ -238,14 +249,25 @@ def _parts(value: Any, seen: Described) -> list[Any]:
 
 def _class(kind: type, seen: Described) -> list[Any]:
     """A class by name and version if it is a library's, and else by its attributes."""
-    functions = (FunctionType, staticmethod, classmethod)
     own: Any = _library_version(kind.__module__) or {
-        name: each
-        for name, each in vars(kind).items()
-        if isinstance(each, functions) or not (name.startswith("__") or name == "_abc_impl")
+        name: each for name, each in vars(kind).items() if _is_content(name, each)
     }
     # Not by `__qualname__`, which does not survive the way to other processes.
     return [_content(part, seen) for part in (kind.__module__, kind.__name__, kind.__bases__, own)]
+
+
+def _is_content(name: str, attribute: Any) -> bool:
+    """Whether an attribute of a class belongs to what the class does, rather than to Python."""
+    if name in ("__dict__", "__weakref__", "_abc_impl"):
+        return False
+    return not name.startswith("__") or callable(attribute) or hasattr(type(attribute), "__get__")
+
+
+def _bits(tensor: Tensor) -> str:
+    """The hash of a tensor's elements, of whatever type and layout."""
+    plain = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous().flatten()
+    data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 def _compared(kind: type, state: Any) -> Any:
@@ -265,9 +287,10 @@ def _library_version(module: str) -> str | None:
     top = module.partition(".")[0]
     if top == "__main__":  # whose file is one of joblib's in the processes that joblib starts
         return None
-    if top in sys.stdlib_module_names:
-        return str(sys.implementation.cache_tag)
     file = getattr(sys.modules.get(module), "__file__", None) or ""
+    standard = not file or STANDARD_LIBRARY in Path(file).parents  # somebody's own may have the same name
+    if standard and top in sys.stdlib_module_names:
+        return str(sys.implementation.cache_tag)
     installed = "site-packages" in file or "dist-packages" in file
     return str(getattr(sys.modules[top], "__version__", "unknown")) if installed else None
 

@@ -10,8 +10,9 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, partialmethod, singledispatchmethod
 from pathlib import Path
+from types import MappingProxyType, MethodType
 
 import numpy as np
 import pandas as pd
@@ -66,6 +67,11 @@ DIFFERENT = {
     "defaults": lambda k: lambda a, b=k: a,
     "cached functions": lambda k: lru_cache(lambda x: (x, k)),
     "partials": lambda k: partial(max, k),
+    "methods of no class": lambda k: MethodType(lambda self: k, "a"),
+    "mappings that cannot be changed": lambda k: MappingProxyType({"a": k}),
+    "short floats": lambda k: torch.tensor([k], dtype=torch.bfloat16),
+    "sparse tensors": lambda k: torch.eye(2 + k).to_sparse(),
+    "conjugates": lambda k: torch.tensor([k + 1j]).conj(),
     "nested": lambda k: {"a": ({"b": [Plain(k)]},)},
 }
 
@@ -210,15 +216,80 @@ def test_code_and_attributes_of_classes():
     assert fingerprint(made(a=1)()) == fingerprint(made(a=1)())
     assert fingerprint(made(a=1)()) != fingerprint(made(a=2)())
     assert fingerprint(made(f=lambda self: 1)()) != fingerprint(made(f=lambda self: 2)())
-    for wrapper in (staticmethod, classmethod, property, cached_property):
-        one, other = (made(f=wrapper(f))() for f in (lambda x: 1, lambda x: 2))
-        assert fingerprint(one) != fingerprint(other)
+    wrappers = (staticmethod, classmethod, property, cached_property, lru_cache, partialmethod)
+    for wrapper in (*wrappers, singledispatchmethod):
+        for name in ("f", "__call__"):
+            one, other = (made(**{name: wrapper(f)})() for f in (lambda x: 1, lambda x: 2))
+            assert fingerprint(one) != fingerprint(other)
 
     def size(number):
         return enum.Enum("Size", {"BIG": number, "SMALL": 0}, module="elsewhere")
 
     assert fingerprint(size(1).BIG) == fingerprint(size(1).BIG)
     assert len({fingerprint(each) for each in (size(1).BIG, size(1).SMALL, size(2).BIG)}) == 3
+
+
+GUARDED = """
+def task(x):
+    try:
+        first = begin(x)
+        last = go_on(first)
+    except ValueError:
+        return 0
+    return last
+"""
+
+UNGUARDED = """
+def task(x):
+    try:
+        first = begin(x)
+    except ValueError:
+        return 0
+    else:
+        last = go_on(first)
+    return last
+"""
+
+
+def test_what_a_try_guards_counts(tmp_path, monkeypatch):
+    """It is not among the instructions, which are the same."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    tasks = []
+    for name, text in {"guarded": GUARDED, "unguarded": UNGUARDED}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        tasks.append(loaded(tmp_path / f"{name}.py", "edited").task)
+    assert tasks[0].__code__.co_code == tasks[1].__code__.co_code
+    assert fingerprint(tasks[0]) != fingerprint(tasks[1])
+
+
+def test_functions_of_two_modules_find_different_things_there(tmp_path):
+    (tmp_path / "one.py").write_text("def task(x):\n    return FACTOR * x")
+    one, other = (loaded(tmp_path / "one.py", name).task for name in ("one", "other"))
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_code_in_a_file_that_is_called_like_one_of_python(tmp_path, monkeypatch):
+    """`profile.py` beside a script is the user's own, and may be edited."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    path = tmp_path / "profile.py"
+    found = []
+    for number in (1, 2):
+        path.write_text(CODE.format(number=number))
+        module = loaded(path, "profile")
+        monkeypatch.setitem(sys.modules, "profile", module)
+        found.append(fingerprint(module.Task()))
+    assert found[0] != found[1]
+
+
+def test_the_order_of_a_dict_makes_no_difference_to_circles_in_it():
+    """A class leads back to itself by the cell of `super()`."""
+
+    class Circle(Plain):
+        def size(self):
+            return super().size()
+
+    one, other = {"a": [1], "b": Circle()}, {"b": Circle(), "a": [1]}
+    assert fingerprint(one) == fingerprint(other)
 
 
 VALUES = """
