@@ -91,7 +91,7 @@ def in_parallel(
     require_retries(retries)
     client, n = _processes(workers)
     items = list(items)
-    call = RemoteCall(function)
+    call = RemoteCall(function, child=client is None)
     if client is not None:
         return _on_dask(client, call, items)
     if n == 1:
@@ -142,9 +142,9 @@ _PROCESS = secrets.token_hex(8)  # on another machine, somebody may have the sam
 class RemoteCall:
     """A function with what is global in the caller's process: Pyro's params, torch's dtype and device."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any], *, child: bool = True) -> None:
         store = pyro.get_param_store()
-        self.function, self.caller = function, os.getpid()
+        self.function, self.caller = function, os.getpid() if child else None  # a cluster's are no children
         self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
         self.params: StateDict | None = store.get_state() if len(store) else None
 
@@ -153,7 +153,8 @@ class RemoteCall:
         global _IN_WORKER
         if not _IN_WORKER:
             _IN_WORKER = True
-            _follow(self.caller)
+            if self.caller is not None:
+                _follow(self.caller)
         with _ONE_AT_A_TIME:
             return k, self.here(item)
 
@@ -288,9 +289,10 @@ def _on_dask(client: Any, call: RemoteCall, items: Sequence[Any]) -> Results[Any
 
 
 def _follow(caller: int) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and end when it is gone."""
-    if os.getppid() != caller:  # a process of a cluster
-        return
+    """Leave Ctrl-C, which reaches every process of a terminal, to the parent, and end when it is gone.
+
+    It may be gone already: until the first call, a process imports what it needs, which takes seconds.
+    """
 
     def watch() -> None:
         while os.getppid() == caller:

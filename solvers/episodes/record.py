@@ -244,7 +244,7 @@ class RunRecorder:
         return Run(
             self.model,
             self.contexts,
-            torch.stack(self._log_posteriors, 1).exp(),
+            torch.stack(self._log_posteriors[: K + 1], 1).exp(),  # Ctrl-C may come between the two
             returns,
             played,
             tuple(outcome.episodes for _, outcome in self.outcomes),

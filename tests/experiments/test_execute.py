@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import pkgutil
+import subprocess
 import sys
 
 import pyro
@@ -214,6 +215,19 @@ def test_who_leaves_early_leaves_nothing_running():
     assert next(outcomes)[1] == 0
     outcomes.close()
     assert dict(in_parallel(abs, [-1, -3], workers=2)) == {0: 1, 1: 3}
+
+
+@pytest.mark.slow
+def test_who_begins_when_the_caller_is_gone_ends():
+    """A process takes seconds to import what it needs, and the caller may be killed in the meantime."""
+    code = """if True:
+        import os, time
+        from cpomdp_ppl.experiments.execute import RemoteCall
+        call = RemoteCall(time.sleep)
+        call.caller = os.getpid()  # anybody but the parent
+        call(0, 60)
+    """
+    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 1
 
 
 def numbers(evaluation):
