@@ -175,30 +175,38 @@ OTHERS = [
     [[1], [1, 2]],
     {"a": 1},
 ]
+TENSORS = [torch.zeros(3), torch.zeros(()), torch.full((2, 2), torch.nan)]
 
 
-def test_swapped_types_in_settings(good, place):
-    text = (good / "solution.json").read_text()
-    everywhere = list(paths(json.loads(text)))
-    rng = np.random.default_rng(0)
-    top = [path for path in everywhere if len(path) == 1]
-    chosen = [(path, other) for path in top for other in OTHERS]
+def retyped(content, path, other):
+    """A copy of nested dicts and lists with one entry replaced."""
+    if not path:
+        return other
+    changed = copy.copy(content)
+    changed[path[0]] = retyped(content[path[0]], path[1:], other)
+    return changed
+
+
+@pytest.mark.parametrize("file", ["solution.json", "checkpoint.pt"])
+def test_swapped_types(file, good, place):
+    if file == "solution.json":
+        content, others = json.loads((good / file).read_text()), OTHERS
+    else:
+        content, others = torch.load(good / file, weights_only=True), [*OTHERS[:12], *TENSORS]
+    everywhere, rng = list(paths(content)), np.random.default_rng(0)
+    chosen = [(path, other) for path in everywhere if len(path) == 1 for other in others]
     chosen += [
-        (everywhere[rng.integers(len(everywhere))], OTHERS[rng.integers(len(OTHERS))])
+        (everywhere[rng.integers(len(everywhere))], others[rng.integers(len(others))])
         for _ in range(times(60))
     ]
     faults: list[str] = []
     for path, other in chosen:
-        content = json.loads(text)
-        if not path:
-            content = other
+        changed = retyped(content, path, other)
+        if file == "solution.json":
+            (place / file).write_text(json.dumps(changed))
         else:
-            target = content
-            for key in path[:-1]:
-                target = target[key]
-            target[path[-1]] = copy.deepcopy(other)
-        (place / "solution.json").write_text(json.dumps(content))
-        faults += fault_of(place, "solution.json", f"{path} = {other!r}")
+            torch.save(changed, place / file)
+        faults += fault_of(place, file, f"{path} = {other!r}")
     assert not faults, "\n".join(faults)
 
 
@@ -246,19 +254,9 @@ def test_archives_that_promise_too_much(good, place):
     with np.load(good / "episodes.npz") as archive:
         arrays = dict(archive)
     names = [name for name in arrays if name != "format"]
-    others = [
-        np.zeros(0),
-        np.zeros((5, 4), complex),
-        np.zeros((5, 4), "U3"),
-        np.zeros((5, 4), "datetime64[s]"),
-        np.zeros((5, 4), [("a", float)]),
-        np.zeros((5, 4), ">i8"),
-        np.zeros((5, 4), np.uint64),
-        np.zeros((5, 4), np.float16),
-        np.full((5, 4), np.nan),
-        np.array(3),
-        np.zeros(10_000_000, np.uint8),  # 10 MB out of 10 kB
-    ]
+    kinds = (complex, "U3", "datetime64[s]", [("a", float)], ">i8", np.uint64, np.float16)
+    others = [np.zeros(0), *(np.zeros((5, 4), kind) for kind in kinds), np.full((5, 4), np.nan), np.array(3)]
+    others.append(np.zeros(10_000_000, np.uint8))  # 10 MB out of 10 kB
     changed = [{**arrays, name: other} for name in names for other in others]
     changed += [{key: arrays[key] for key in arrays if key != name} for name in arrays]
     changed += [
@@ -287,34 +285,3 @@ def test_a_directory_that_hides_entries(good, place):
         assert archive.namelist()[-1] == "lengths.npy"
     with pytest.raises(EpisodesFileError, match="as many entries as the end of the file tells"):
         read_episodes(place)
-
-
-def retyped(content, path, other):
-    """A copy of a nested dict with one entry replaced."""
-    if not path:
-        return other
-    return {**content, path[0]: retyped(content[path[0]], path[1:], other)}
-
-
-def test_swapped_types_in_a_checkpoint(good, place):
-    content = torch.load(good / "checkpoint.pt", weights_only=True)
-
-    def places(part, path=()):
-        if isinstance(part, dict):
-            for key, inner in part.items():
-                yield (*path, key)
-                yield from places(inner, (*path, key))
-
-    everywhere = list(places(content))
-    rng = np.random.default_rng(1)
-    others = [*OTHERS[:8], *OTHERS[8:12], torch.zeros(3), torch.zeros(()), torch.full((2, 2), torch.nan)]
-    chosen = [(path, other) for path in everywhere if len(path) == 1 for other in others]
-    chosen += [
-        (everywhere[rng.integers(len(everywhere))], others[rng.integers(len(others))])
-        for _ in range(times(60))
-    ]
-    faults: list[str] = []
-    for path, other in chosen:
-        torch.save(retyped(content, path, other), place / "checkpoint.pt")
-        faults += fault_of(place, "checkpoint.pt", f"{path} = {other!r}")
-    assert not faults, "\n".join(faults)
