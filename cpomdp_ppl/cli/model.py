@@ -162,12 +162,28 @@ def is_path(place: str) -> bool:
 
 
 def import_code(place: str) -> ModuleType:
-    """Run a file, or import a module."""
-    return _run_file(Path(place)) if is_path(place) else _import_module(place)
+    """Run a file, which may import what lies beside it, or import a module, also of the current directory."""
+    path = Path(place)
+    beside = str(path.resolve().parent if is_path(place) else Path.cwd())
+    sys.path.insert(0, beside)  # an installed script does not have it there, as `python -m` does
+    try:
+        return _run_file(path) if is_path(place) else importlib.import_module(place)
+    except CommandError:
+        raise
+    except (Exception, SystemExit) as error:  # anything may be in a file
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{place}.".startswith(f"{missing}."):
+            message = f"there is no module '{place}'; for a file, say path/to/file.py:Class"
+            raise CommandError(message) from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CommandError(f"{place} cannot be imported: {what} (--traceback says where)") from error
+    finally:
+        if beside in sys.path:
+            sys.path.remove(beside)
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Run a file as a module, which may import what lies beside it, as a script may."""
+    """Run a file as a module."""
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
     name = f"cpomdp_file_{path.stem}"
@@ -175,41 +191,10 @@ def _run_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise CommandError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    beside = str(path.resolve().parent)
     sys.modules[name] = module  # dataclasses look themselves up there
-    sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # anything may be in a file
+    except BaseException:
         del sys.modules[name]
-        raise _not_imported(str(path), error) from error
-    finally:
-        if beside in sys.path:
-            sys.path.remove(beside)
+        raise
     return module
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module, also from the current directory."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)  # an installed script does not have it there, as `python -m` does
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise CommandError(
-                f"there is no module '{name}'; for a file, say path/to/file.py:Class"
-            ) from error
-        raise _not_imported(name, error) from error
-    except (Exception, SystemExit) as error:
-        raise _not_imported(name, error) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
-
-
-def _not_imported(place: str, error: BaseException) -> CommandError:
-    what = " ".join(str(error).split())
-    return CommandError(
-        f"{place} cannot be imported: {type(error).__name__}: {what} (--traceback says where)"
-    )

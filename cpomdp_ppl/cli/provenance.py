@@ -14,7 +14,7 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpomdp_ppl.cli.command import OURS, CommandError
 from cpomdp_ppl.cli.model import ModelSpec, as_words, is_path
@@ -53,17 +53,14 @@ def words_of(folder: RunFolder) -> dict[str, str]:
     """
     found = {}
     for name, value in folder.record["arguments"].items():
-        if not isinstance(value, str) and not _is_number(value):
+        is_number = isinstance(value, bool | int | float) and math.isfinite(value)
+        if not isinstance(value, str) and not is_number:
             raise RunFolderError(
                 f"{folder.path} does not say what the argument {name} was, only that JSON has {value!r} for "
                 f"it: say --model {shlex.quote(folder.record['model'])} --argument {name}=…"
             )
         found[name] = value if isinstance(value, str) else repr(value)
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) and math.isfinite(value)
 
 
 def _trusted(folder: RunFolder, spec: ModelSpec) -> ModelSpec:

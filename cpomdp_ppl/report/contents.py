@@ -13,7 +13,7 @@ from cpomdp_ppl.experiments.run_folder import RunFolderError
 from cpomdp_ppl.report.rounding import significant
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from cpomdp_ppl.experiments.run_folder import RunFolder
 
@@ -94,7 +94,11 @@ def configuration(folder: RunFolder, in_force: Mapping[str, Any] | None = None) 
             settings = _with_defaults(entry["settings"], _mapping(entry.get("in_force")))
             parts.append((f"Added by {command}", {**settings, "seed": entry.get("seed")}))
     parts.append(("Versions", record["versions"]))
-    return [{"title": title, "rows": _rows(values)} for title, values in parts if values]
+    return [
+        {"title": title, "rows": [[str(name), _shown(value)] for name, value in values.items()]}
+        for title, values in parts
+        if values
+    ]
 
 
 def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -114,7 +118,9 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
         {
             "name": "Context identified",
             "value": "–" if (share := evaluation["identified"]) is None else f"{100 * share:.1f} %",
-            "more": _of_episodes(evaluation.get("identified_error")),
+            "more": "of episodes"
+            if (error := evaluation.get("identified_error")) is None
+            else f"± {100 * error:.1f} % (standard error) of episodes",
         },
     ]
     regret = evaluation.get("regret")
@@ -139,10 +145,6 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
 def _fixed(value: float | None, places: int) -> str:
     """A number with fixed decimals; a dash for None, such as the standard error of a single episode."""
     return "–" if value is None else f"{value:.{places}f}"
-
-
-def _of_episodes(error: float | None) -> str:
-    return "of episodes" if error is None else f"± {100 * error:.1f} % (standard error) of episodes"
 
 
 def _episodes(mean: Mapping[str, Any]) -> str:
@@ -240,10 +242,6 @@ def _thinned(values: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
     groups = [values[i : i + size] for i in range(0, len(values), size)]
     known = [each[np.isfinite(each)] for each in groups]
     return np.array([each.mean() if len(each) else np.nan for each in known])
-
-
-def _rows(values: Mapping[str, Any]) -> Sequence[list[str]]:
-    return [[str(name), _shown(value)] for name, value in values.items()]
 
 
 def _mapping(found: Any) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ def through_json(recording):
 
 
 @pytest.mark.parametrize("kind", FINITE)
-def test_beliefs_and_rewards_are_those_of_the_filter(kind):
+def test_beliefs_rewards_and_finite_states_are_those_of_the_filter(kind):
     model = FINITE[kind]()
     prior = torch.arange(1.0, model.num_contexts + 1) / sum(range(1, model.num_contexts + 1))
     recording = record(
@@ -44,6 +44,14 @@ def test_beliefs_and_rewards_are_those_of_the_filter(kind):
     expected = (posterior[:, :-1] * filtering.expected_reward).sum(-1)  # of the actions taken
     taken = recording.expected_reward.gather(2, recording.episodes.actions[..., None]).squeeze(-1)
     torch.testing.assert_close(taken, expected)
+    (part,) = recording.parts
+    assert part.kind == "finite"
+    states = torch.arange(model.states, dtype=torch.float64)
+    p = part.probabilities  # [B, T+1, C, states]
+    torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]).double())
+    torch.testing.assert_close((p * states).sum(-1), filtering.state_mean)
+    torch.testing.assert_close(part.deviation[..., 0], filtering.state_variance.sqrt())
+    assert torch.equal(part.true[..., 0], recording.episodes.states)
 
 
 @pytest.mark.slow
@@ -70,21 +78,6 @@ def test_the_filter_does_what_it_would_do_unwatched():
     assert torch.equal(few.posterior, many.posterior)
     assert torch.equal(few.parts[0].mean, many.parts[0].mean)
     assert many.parts[0].cloud.shape == (4, 7, 2, 50, 1)
-
-
-@pytest.mark.parametrize("kind", FINITE)
-def test_probabilities_of_finite_states(kind):
-    model = FINITE[kind]()
-    recording = record(model, RandomPolicy(3), num_episodes=4, likelihood="exact", num_outcomes=1, seed=2)
-    (part,) = recording.parts
-    assert part.kind == "finite"
-    filtering = ObservableOperator().run(model, recording.episodes)
-    states = torch.arange(model.states, dtype=torch.float64)
-    p = part.probabilities  # [B, T+1, C, states]
-    torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]).double())
-    torch.testing.assert_close((p * states).sum(-1), filtering.state_mean)
-    torch.testing.assert_close(part.deviation[..., 0], filtering.state_variance.sqrt())
-    assert torch.equal(part.true[..., 0], recording.episodes.states)
 
 
 def test_many_finite_states_are_numbers_on_a_line():
