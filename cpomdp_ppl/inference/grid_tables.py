@@ -30,7 +30,7 @@ from cpomdp_ppl.inference.precision import double_precision
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cpomdp_ppl.inference.grid import GridFilter
     from cpomdp_ppl.inference.grid_checks import Probes
@@ -237,13 +237,8 @@ class GridTables(DiscreteRecursion):
         x = self.grid.points
         nodes = self._nodes("transition", x[:: max(1, len(x) // 64)], a)
         K, C = self._push("transition", x[:1], a, nodes)[0].shape[:2]
-        size = min(BLOCK_POINTS, how_many_fit(PROGRAM_NUMBERS, K * C * SHARERS**self.dim))
         bands, identity, signed, alike = [], True, False, True
-        for start in range(0, len(x), BLOCK_POINTS):
-            parts = x[start : start + BLOCK_POINTS].split(size)
-            table = torch.cat(
-                [self._deposit(*self._push("transition", part, a, nodes)[:2]) for part in parts], 1
-            )
+        for start, table in self._blocks(a, nodes, K * C):
             table[(table < 0) & (table > -1e-6)] = 0.0
             band = Band.of(start, table)
             P = table.shape[1]
@@ -257,6 +252,15 @@ class GridTables(DiscreteRecursion):
         if alike:
             bands = [replace(band, weights=band.weights[:1]) for band in bands]
         return BandedTransition(bands, identity, signed, self.grid.shape)
+
+    def _blocks(self, a: int, nodes: Nodes, copies: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of rows of the table of transitions, by their first; every point is pushed to `copies`."""
+        x = self.grid.points
+        size = min(BLOCK_POINTS, how_many_fit(PROGRAM_NUMBERS, copies * SHARERS**self.dim))
+        for start in range(0, len(x), BLOCK_POINTS):
+            parts = x[start : start + BLOCK_POINTS].split(size)
+            pushed = (self._push("transition", part, a, nodes) for part in parts)
+            yield start, torch.cat([self._deposit(where, weights) for where, weights, _ in pushed], 1)
 
     def _refine(self, probes: Observed | None) -> None:
         """Find out where densities and rewards jump, and fit the grid to that."""

@@ -335,13 +335,23 @@ def rauch_tung_striebel(
     recursion: KalmanRecursion, episodes: Episodes, num_trajectories: int, offset: int
 ) -> Smoothing:
     """Moments by the pass of Rauch, Tung and Striebel, trajectories by backward simulation."""
-    way_back = _WayBack(recursion)
-    for step in scan(way_back, episodes, offset):
+    backwards: list[Backward] = []
+
+    def step_noting_the_way_back(belief: GaussianBelief, seen: Observed) -> tuple[GaussianBelief, Tensor]:
+        assert seen.action is not None
+        predicted, moved = recursion.predict(belief, seen.action)
+        backward = Backward.through(moved, belief, predicted)
+        if seen.alive is not None:  # an episode that is over stands still
+            backward = where_alive(seen.alive, backward, backward.stood_still())
+        backwards.append(backward)
+        return recursion.condition(predicted, seen)
+
+    for step in scan(recursion, episodes, offset, step_by=step_noting_the_way_back):
         last = step.after
     last = map_belief(torch.Tensor.double, last)
     mean, P, drawn = last.mean, last.covariance, last.draw(num_trajectories)
     moments, draws = [(mean, P)], [drawn]
-    for backward in reversed(way_back.backwards):
+    for backward in reversed(backwards):
         mean, P = backward.moments(mean, P)
         drawn = backward.draw(drawn)
         moments.append((mean, P))
@@ -395,31 +405,3 @@ class Backward:
         """Draw a state `s_t` for each of the states `s_{t+1}`, `[C, B, M, D]`."""
         noisy = GaussianBelief(self.mean, square_root(self.unexplained)).draw(later.shape[2])
         return noisy + product(later - self.ahead[:, :, None], self.gain.mT)
-
-
-class _WayBack:
-    """A recursion that notes the way back through every step of a pass.
-
-    Attributes:
-        backwards: The ways back through the steps so far, in time.
-    """
-
-    def __init__(self, recursion: KalmanRecursion) -> None:
-        self.model = recursion.model
-        self.recursion = recursion
-        self.backwards: list[Backward] = []
-
-    def start(self, num_episodes: int) -> GaussianBelief:
-        return self.recursion.start(num_episodes)
-
-    def condition(self, belief: GaussianBelief, observed: Observed) -> tuple[GaussianBelief, Tensor]:
-        return self.recursion.condition(belief, observed)
-
-    def step(self, belief: GaussianBelief, observed: Observed) -> tuple[GaussianBelief, Tensor]:
-        assert observed.action is not None
-        predicted, moved = self.recursion.predict(belief, observed.action)
-        backward = Backward.through(moved, belief, predicted)
-        if observed.alive is not None:  # an episode that is over stands still
-            backward = where_alive(observed.alive, backward, backward.stood_still())
-        self.backwards.append(backward)
-        return self.recursion.condition(predicted, observed)

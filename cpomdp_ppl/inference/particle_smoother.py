@@ -29,46 +29,26 @@ PAIRS_AT_ONCE = 2**22
 """Pairs of trajectory and particle handled together."""
 
 
-class Genealogy:
-    """A particle filter that notes who descends from whom.
-
-    Attributes:
-        parents: For every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None if each
-            descends from the one of its own number.
-    """
-
-    def __init__(self, smc: SMC) -> None:
-        self.model = smc.model
-        self.smc = smc
-        self.parents: list[Tensor | None] = []
-
-    def start(self, num_episodes: int) -> Cloud:
-        """The particles at time 0."""
-        return self.smc.start(num_episodes)
-
-    def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
-        """Condition as the filter does."""
-        return self.smc.condition(cloud, observed)
-
-    def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
-        """Resample, move and reweight as the filter does, noting the parents."""
-        cloud, ancestors = self.smc.resample(cloud, observed.alive)
-        self.parents.append(None if ancestors is None else ancestors.everywhere(cloud.shape))
-        cloud, log_ratio = self.smc.propose(cloud, observed)
-        return self.smc.reweight(cloud, observed, log_ratio)
-
-
 def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> Smoothing:
     """Draw trajectories from the smoothing distribution of every episode under every context."""
-    genealogy = Genealogy(smc)
-    passed = [(step.after, step.observed) for step in scan(genealogy, episodes, offset)]
+    # For every particle at time t + 1, its ancestor's index at time t, `[C, B, N]`; None for its own number.
+    parents: list[Tensor | None] = []
+
+    def step_noting_parents(cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
+        cloud, ancestors = smc.resample(cloud, seen.alive)
+        parents.append(None if ancestors is None else ancestors.everywhere(cloud.shape))
+        cloud, log_ratio = smc.propose(cloud, seen)
+        return smc.reweight(cloud, seen, log_ratio)
+
+    steps_taken = scan(smc, episodes, offset, step_by=step_noting_parents)
+    passed = [(step.after, step.observed) for step in steps_taken]
     last, _ = passed[-1]
     # Clouds at time t, with what was done and seen at t + 1.
     steps = [(cloud, seen) for (cloud, _), (_, seen) in pairwise(passed)]
     method = "backward sampling" if states_are_sites(smc, *steps[0]) else "genealogy"
     index = choose(last.weights.values, num_trajectories)  # [C, B, M]
     chosen = [pick(last.state, index)]
-    for (cloud, seen), parent in zip(reversed(steps), reversed(genealogy.parents), strict=True):
+    for (cloud, seen), parent in zip(reversed(steps), reversed(parents), strict=True):
         if method == "genealogy":
             index = index if parent is None else parent.gather(2, index)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from cpomdp_ppl.inference.observed import Observed, rows_observed
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.model import CPOMDP
+
+
+Step: TypeAlias = "Callable[[Any, Observed], tuple[Any, Tensor]]"
+"""From a belief and what was done and observed to the next belief and the increment `[C, B]`."""
 
 
 class TimeBuffer:
@@ -83,11 +87,11 @@ class FilterStep:
         observed: What was done and observed; at time 0 of models without an initial observation, nothing.
     """
 
-    def __init__(self, recursion: Stepping, before: Any, observed: Observed, num_episodes: int) -> None:
-        self._recursion = recursion
-        self.before = before
-        self.observed = observed
-        self._num_episodes = num_episodes
+    def __init__(
+        self, recursion: Stepping, before: Any, observed: Observed, num_episodes: int, step: Step
+    ) -> None:
+        self._recursion, self._num_episodes, self._step = recursion, num_episodes, step
+        self.before, self.observed = before, observed
 
     @property
     def after(self) -> Any:
@@ -103,7 +107,7 @@ class FilterStep:
     def _outcome(self) -> tuple[Any, Tensor]:
         recursion, observed = self._recursion, self.observed
         if observed.action is not None:
-            after, increment = recursion.step(self.before, observed)
+            after, increment = self._step(self.before, observed)
         elif observed.observations:
             after, increment = recursion.condition(self.before, observed)
         else:
@@ -115,7 +119,12 @@ class FilterStep:
 
 
 def scan(
-    recursion: Stepping, episodes: Episodes, offset: int = 0, *, allow_lost: bool = False
+    recursion: Stepping,
+    episodes: Episodes,
+    offset: int = 0,
+    *,
+    allow_lost: bool = False,
+    step_by: Step | None = None,
 ) -> Iterator[FilterStep]:
     """Filter a batch of episodes: the steps to times 0 … T, one after the other.
 
@@ -126,6 +135,7 @@ def scan(
         episodes: What was done and observed, in B episodes.
         offset: Number of the first of these episodes, for messages.
         allow_lost: Whether an episode may be impossible under every context.
+        step_by: What to do in place of `recursion.step`: the same, and to note how it came about.
 
     Raises:
         DegenerateWeightsError: If no context can have produced an episode, at the end of the pass.
@@ -133,17 +143,19 @@ def scan(
     """
     times = list(observed_in_time(episodes, offset))
     increments = TimeBuffer(len(times))
-    for t, step in enumerate(steps_through(recursion, times, len(episodes))):
+    for t, step in enumerate(steps_through(recursion, times, len(episodes), step_by)):
         yield step
         increments[t] = step.increment.detach()
     require_possible(recursion.model, times, increments.values, allow_lost=allow_lost)
 
 
-def steps_through(recursion: Stepping, times: Iterable[Observed], num_episodes: int) -> Iterator[FilterStep]:
+def steps_through(
+    recursion: Stepping, times: Iterable[Observed], num_episodes: int, step_by: Step | None = None
+) -> Iterator[FilterStep]:
     """The steps of a filter through what was observed in B episodes, possible or not."""
     belief = recursion.start(num_episodes)
     for observed in times:
-        step = FilterStep(recursion, belief, observed, num_episodes)
+        step = FilterStep(recursion, belief, observed, num_episodes, step_by or recursion.step)
         yield step
         belief = step.after
 

@@ -22,14 +22,13 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
-from cpomdp_ppl.inference.cells import SHARERS, Band, BandedTransition, nonnegative
+from cpomdp_ppl.inference.cells import Band, BandedTransition, nonnegative
 from cpomdp_ppl.inference.discrete import DiscreteRecursion
 from cpomdp_ppl.inference.extended import ExtendedRecursion
 from cpomdp_ppl.inference.finite import FiniteRecursion
 from cpomdp_ppl.inference.gaussian import GaussianSite, Sensed
 from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed
 from cpomdp_ppl.inference.grid import GridRecursion
-from cpomdp_ppl.inference.grid_tables import BLOCK_POINTS, PROGRAM_NUMBERS
 from cpomdp_ppl.inference.kalman import Function, KalmanRecursion
 from cpomdp_ppl.inference.unscented import UnscentedRecursion
 from cpomdp_ppl.learning.fisher import ScoreFilter
@@ -166,16 +165,8 @@ class _Grid(_Discrete, GridRecursion):
         if not (where.requires_grad or weights.requires_grad):
             found = super()._transition(a)
             return _Moving(found.bands, found.identity, found.signed, found.shape)
-        size = min(
-            BLOCK_POINTS, how_many_fit(PROGRAM_NUMBERS, len(where) * len(self.context) * SHARERS**self.dim)
-        )
-        bands = []
-        for start in range(0, len(x), BLOCK_POINTS):
-            parts = x[start : start + BLOCK_POINTS].split(size)
-            table = torch.cat(
-                [self._deposit(*self._push("transition", part, a, nodes)[:2]) for part in parts], 1
-            )
-            bands.append(Band.of(start, table))
+        blocks = self._blocks(a, nodes, len(where) * len(self.context))
+        bands = [Band.of(start, table) for start, table in blocks]
         return _Moving(bands, identity=False, signed=True, shape=self.grid.shape)
 
 
