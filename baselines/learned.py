@@ -35,3 +35,7 @@ class LearningInterrupted(KeyboardInterrupt):
     def __init__(self, learned: Learned) -> None:
         super().__init__(learned)
         self.learned = learned
+
+    def __str__(self) -> str:
+        done = self.learned.history.episodes.values
+        return f"stopped after {done[-1] if len(done) else 0:,} episodes"

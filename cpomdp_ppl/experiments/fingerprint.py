@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -107,8 +106,8 @@ def file_hash(path: Path) -> str:
 def describe(value: Any) -> Any:
     """A value as JSON that tells it from others of its kind, the same in every process.
 
-    Dataclasses are described by their fields, functions by name and, if they are schedules, by some of their
-    values; any other object by the name of its class alone.
+    Dataclasses are described by their fields, what can be called by name and, if it is a schedule, by some of
+    its values; any other object by the name of its class alone.
     """
     if isinstance(value, Tensor | np.ndarray | np.generic):  # before float, which NumPy's is
         return value.tolist()
@@ -121,7 +120,7 @@ def describe(value: Any) -> Any:
     kind = getattr(value, "__qualname__", type(value).__qualname__)
     if is_dataclass(value):
         return {"": kind, **{f.name: describe(getattr(value, f.name)) for f in fields(value)}}
-    if inspect.isfunction(value):
+    if callable(value) and not isinstance(value, type):
         try:  # a schedule, perhaps
             return [kind, *[float(value(progress)) for progress in (0.0, 0.25, 0.5, 0.75, 1.0)]]
         except Exception:  # nobody knows what it takes

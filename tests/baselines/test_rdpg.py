@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pyro
@@ -273,6 +274,7 @@ def test_interrupted_it_raises_with_what_it_has(monkeypatch):
     monkeypatch.setattr(rdpg.Fitting, "iterate", interrupted)
     with pytest.raises(LearningInterrupted) as stop:
         fitted(num_episodes=40)
+    assert re.fullmatch(r"stopped after [\d,]+ episodes", str(stop.value))
     part = stop.value.learned
     assert not part.finished
     assert part.history.episodes.values.tolist() == [20, 30]  # evaluated once more, where it was stopped

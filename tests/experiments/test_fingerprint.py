@@ -369,6 +369,8 @@ def test_descriptions_are_json_and_name_what_differs():
     assert type(describe(np.float64(0.5))) is float  # which is also a float, but NumPy's
     assert describe(Plain(3)) == {"": "Plain", "a": 3, "note": ""}
     assert describe(ramp)[1:] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert describe(partial(pow, 2))[1:] == [2**0.0, 2**0.25, 2**0.5, 2**0.75, 2.0]
+    assert describe(torch.nn.Tanh()) == "Tanh"  # is called with something else
     one, other = describe_model(LineGrid()), describe_model(LineGrid(horizon=3))
     assert set(differences(one, other)) == {"constants", "horizon"}
     assert differences({"a": math.nan, "b": 1}, {"a": math.nan, "b": 1.0}) == ["b"]
