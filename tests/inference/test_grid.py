@@ -286,7 +286,7 @@ def test_bounds_that_are_too_tight_are_named():
         GridFilter(bounds=((-5, 5), (-5, 5))).run(LightDark(), episodes)
 
 
-class Outlier(CPOMDP):
+class Outlier(Walk):
     """One step of a walk, seen with some noise."""
 
     contexts, actions, horizon = 1, 2, 1
@@ -295,17 +295,11 @@ class Outlier(CPOMDP):
         super().__init__()
         self.sd = sd
 
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(0.0, 1.0))
-
     def transition(self, state, action, context):
         return pyro.sample("x", dist.Normal(state, 0.3))
 
     def observation(self, state, action, context):
         pyro.sample("z", dist.Normal(state, self.sd))
-
-    def reward(self, state, action, context):
-        return state
 
 
 def once(z):

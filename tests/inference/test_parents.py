@@ -22,7 +22,7 @@ from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter, PerceptDensity, as_backend, inference_scope
 from cpomdp_ppl.policy import Percept
 from solvers import exact
-from tests.programs import Still
+from tests.programs import Still, Walk
 
 Z = np.array([0.1, -3.0, 9.0, -20.0])
 
@@ -166,13 +166,10 @@ def test_every_particle_draws_a_parent_of_too_many_values():
         as_backend("exact").run(Counted(finite=True), seen(z, flashes=torch.float32))
 
 
-class Detector(CPOMDP):
+class Detector(Walk):
     """Detected, then a position: the second is seen only if the first is 1."""
 
     contexts, actions, horizon = 2, 1, 1
-
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(0.0, 1.0))
 
     def transition(self, state, action, context):
         return state
@@ -180,9 +177,6 @@ class Detector(CPOMDP):
     def observation(self, state, action, context):
         detected = pyro.sample("detected", dist.Bernoulli(torch.where(context == 0, 0.2, 0.9)))
         pyro.sample("z", dist.Normal(state + context, 0.5).mask(detected == 1))
-
-    def reward(self, state, action, context):
-        return state
 
 
 @pytest.mark.parametrize("backend", ["ekf", "ukf", "grid"])

@@ -17,6 +17,7 @@ from cpomdp_ppl.errors import DensityError, ResolutionError, UnsupportedModelErr
 from cpomdp_ppl.inference import GridFilter, ParticleFilter, reference_backend
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.scan import scan
+from tests.programs import Walk
 
 TOLERANCE = GridFilter().tolerance
 
@@ -232,7 +233,7 @@ def test_what_only_some_policy_gets_to_see_is_not_missed():
     assert_right(GridFilter().run(model, back).log_likelihood, expected)
 
 
-class Sum(CPOMDP):
+class Sum(Walk):
     """Moves by the sum of some noises."""
 
     contexts, actions, horizon = 1, 1, 1
@@ -249,9 +250,6 @@ class Sum(CPOMDP):
 
     def observation(self, state, action, context):
         pyro.sample("z", dist.Normal(state, 0.25))
-
-    def reward(self, state, action, context):
-        return torch.zeros(())
 
 
 def sum_of(z: float, model: Sum, **settings: float) -> tuple[float, float]:
@@ -504,7 +502,7 @@ def test_an_evaluation_is_by_the_reference():
     assert evaluate(Drift(0.3, 0.01), RandomPolicy(1), 20).likelihood == "ekf"
 
 
-class Radar(CPOMDP):
+class Radar(Walk):
     """The last of three actions looks; a gate then decides whether there is anything to see."""
 
     contexts, actions, horizon = 2, 3, 5
@@ -519,9 +517,6 @@ class Radar(CPOMDP):
         looked = action == 2
         detected = pyro.sample("detected", dist.Bernoulli(logits=1.0 - 0.5 * state.abs()).mask(looked))
         pyro.sample("z", dist.Normal(state, 0.5).mask(looked & (detected == 1)))
-
-    def reward(self, state, action, context):
-        return -state.abs()
 
 
 def test_imagined_observations_respect_gates():

@@ -18,9 +18,10 @@ from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.inference.resampling import SCHEMES
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from tests.programs import Walk
 
 
-class Sharp(CPOMDP):
+class Sharp(Walk):
     """Linear and Gaussian, seen five times as sharply as it moves: every step wastes most particles."""
 
     contexts, actions = 2, 1
@@ -29,17 +30,11 @@ class Sharp(CPOMDP):
         super().__init__()
         self.horizon = horizon
 
-    def initial(self, context):
-        return pyro.sample("x", dist.Normal(0.0, 1.0))
-
     def transition(self, state, action, context):
         return pyro.sample("x", dist.Normal(torch.where(context == 0, 0.9, 0.5) * state, 1.0))
 
     def observation(self, state, action, context):
         pyro.sample("z", dist.Normal(state, 0.2))
-
-    def reward(self, state, action, context):
-        return state
 
 
 class Still(Sharp):
