@@ -13,7 +13,7 @@ import torch
 
 from cpomdp_ppl.errors import invalid, require, require_count, require_model
 from cpomdp_ppl.experiments.files import CheckpointError, made_directory, save_tensors
-from cpomdp_ppl.experiments.fingerprint import differences, require_same
+from cpomdp_ppl.experiments.fingerprint import FingerprintError, differences, fingerprint, require_same
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed
 from solvers.cids import experience
@@ -336,6 +336,7 @@ class Fitting:
             "version": CHECKPOINT_VERSION,
             **self.state_dict(),
             "settings": self.description,
+            "code": self._code(),
             "seed": self.learner.seed,
             "prior": self.prior.tolist(),
             **shape_of(self.learner.policy),
@@ -354,10 +355,19 @@ class Fitting:
         if not isinstance(version, int) or version != CHECKPOINT_VERSION:  # a tensor has no one answer
             raise CheckpointError(f"{path} was written by another version; use another directory")
         require_same(path, saved["settings"], self.description)
+        require_same(path, {"code": saved.get("code")}, {"code": self._code()})
         try:
             self.load_state_dict(saved)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+    def _code(self) -> str | None:
+        """A fingerprint of the classes that take part: their methods and constants; None if there is none."""
+        parts = (self.learner.model, self.learner.objective, self.learner.estimator, self.learner.policy)
+        try:
+            return fingerprint([type(part) for part in parts])
+        except FingerprintError:
+            return None
 
     def share(self, group: SingleProcess) -> None:
         """Go on from where the first process is, on whatever machine each of them runs."""

@@ -318,6 +318,23 @@ def test_a_checkpoint_of_another_fit_is_refused(kept, change, named):
         cids.fit(**{"model": LineGrid(), **SHORT, **change}, checkpoint=kept)
 
 
+def test_a_checkpoint_of_other_code_is_refused(tmp_path):
+    def model(reward):
+        return type("Mine", (LineGrid,), {"reward": reward})()
+
+    def reward(self, state, action, context):
+        return 2.0 * LineGrid.reward(self, state, action, context)
+
+    def changed(self, state, action, context):
+        return 3.0 * LineGrid.reward(self, state, action, context)
+
+    changed.__qualname__ = reward.__qualname__
+    done = cids.fit(model(reward), **SHORT, checkpoint=tmp_path)
+    assert same_weights(cids.fit(model(reward), **SHORT, checkpoint=tmp_path).policy, done.policy)
+    with pytest.raises(CheckpointError, match="made with code"):
+        cids.fit(model(changed), **SHORT, checkpoint=tmp_path)
+
+
 @pytest.mark.slow
 def test_numpy_numbers_and_functions_can_be_resumed(tmp_path):
     """Settings that a careless checkpoint could not read back, or would not recognise."""
