@@ -38,6 +38,18 @@ LARGE_NOISE = 1.7
 """Standard deviation of the estimate of a block above which chains stick."""
 
 
+class SamplingInterrupted(KeyboardInterrupt):
+    """Ctrl-C while draws are made.
+
+    Attributes:
+        data: The draws so far, as `particle_marginal_metropolis_hastings` returns them.
+    """
+
+    def __init__(self, message: str, data: InferenceData | xr.DataTree) -> None:
+        super().__init__(message)
+        self.data = data
+
+
 def particle_marginal_metropolis_hastings(
     model: CPOMDP,
     episodes: Episodes,
@@ -80,9 +92,8 @@ def particle_marginal_metropolis_hastings(
     follows for `num_particles` (1 to 1.7 for a block is best: Doucet et al., 2015); a warning is given if it
     is above 1.7. `renewal` is how often new random numbers were accepted, by chain.
 
-    Ctrl-C ends the run, not the program: as soon as every chain has a draw, the draws so far are returned, as
-    many of each chain, with a warning and the attribute `interrupted` at 1. With several workers the last few
-    seconds are lost. Before that, and a second time, Ctrl-C is what it always is.
+    As soon as every chain has a draw, Ctrl-C raises `SamplingInterrupted`, a `KeyboardInterrupt` whose `data`
+    has the draws so far, as many of each chain. With several workers the last few seconds are lost.
 
     Groups: `posterior`, with every parameter on its own scale, `[chain, draw, …]`; `sample_stats`, with `lp`
     (log of prior and estimated likelihood, as a density on the parameters' own scale), `accepted`,
@@ -123,6 +134,7 @@ def particle_marginal_metropolis_hastings(
             saying what to pass instead; and on other arguments that make no sense.
         ObservationError: If the episodes are not of this model.
         DensityError: If a program leaves the reals.
+        SamplingInterrupted: On Ctrl-C, with the draws so far.
 
     Examples:
         >>> import pyro.distributions as dist
@@ -158,12 +170,6 @@ def particle_marginal_metropolis_hastings(
     walks = [Walk(space.start, covariance, jumps, warm_up, number, chain) for chain in range(chains)]
     with tqdm(total=chains * (warm_up + draws), disable=not progress, desc="PMMH") as bar:
         runs, finished = advance(posterior, walks, warm_up, draws, workers, bar)
-    if not finished:
-        warnings.warn(
-            f"particle_marginal_metropolis_hastings: interrupted; here are {len(runs[0])} of "
-            f"the {draws} draws of each chain",
-            stacklevel=2,
-        )
     noise = _noise(posterior, runs, number)
     if noise["block_sd"] > LARGE_NOISE:
         warnings.warn(f"particle_marginal_metropolis_hastings: {noise['advice']}", stacklevel=2)
@@ -177,7 +183,10 @@ def particle_marginal_metropolis_hastings(
         "renewal": [float(np.mean([step.renewed for step in run])) for run in runs],
         **noise,
     }
-    return wrapped(_groups(space, runs, attributes))
+    data = wrapped(_groups(space, runs, attributes))
+    if not finished:
+        raise SamplingInterrupted(f"stopped after {len(runs[0])} of {draws} draws of each chain", data)
+    return data
 
 
 def _require_covariance(covariance: Any, P: int) -> None:

@@ -14,7 +14,11 @@ from tqdm import tqdm
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.inference import ParticleFilter, as_backend
-from cpomdp_ppl.learning import particle_marginal_metropolis_hastings, with_parameters
+from cpomdp_ppl.learning import (
+    SamplingInterrupted,
+    particle_marginal_metropolis_hastings,
+    with_parameters,
+)
 from cpomdp_ppl.learning.posterior import BlockLikelihood
 from cpomdp_ppl.models import LightDark
 from tests.learning.programs import Alarm, Constant, Window, positive
@@ -226,8 +230,9 @@ def test_ctrl_c_keeps_the_draws(monkeypatch, workers):
     monkeypatch.setattr("cpomdp_ppl.learning.metropolis.ROUND_SECONDS", 0.2)
     monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", interrupting(2 * (3 + 2), 0.3))
     options["draws"] = 10**6
-    with pytest.warns(UserWarning, match=r"interrupted; here are \d+ of"):
-        data = particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
+    with pytest.raises(SamplingInterrupted, match=r"stopped after \d+ of 1000000 draws") as stopped:
+        particle_marginal_metropolis_hastings(Alarm(), episodes, prior, **options)
+    data = stopped.value.data
     monkeypatch.setattr("cpomdp_ppl.learning.particle_mcmc.tqdm", tqdm)
     count = data.posterior.sizes["draw"]
     assert 2 <= count < 10**6
