@@ -138,7 +138,7 @@ class ProcessGroup(SingleProcess):
         try:
             collective(*tensors, group=self._group, **settings)
         except RuntimeError as error:  # of gloo and nccl, when the other end is gone or does not answer
-            raise ProcessFailedError(f"another process failed, or is gone: {error}") from error
+            raise ProcessFailedError("another process failed, or is gone") from error
 
 
 @contextmanager

@@ -87,7 +87,10 @@ def as_schedule(argument: str, value: float | Schedule, *, positive: bool = Fals
     else:
         raise invalid(argument, value, expected)
     for progress in (0.0, 0.25, 0.5, 0.75, 1.0):
-        at = schedule(progress)
+        try:
+            at = schedule(progress)
+        except TypeError as error:
+            raise invalid(argument, value, expected) from error
         proper = isinstance(at, int | float) and (at > 0 or (at == 0 and not positive)) and at < float("inf")
         if not proper:
             what = value if isinstance(schedule, Constant) else f"{at!r} at progress {progress}"

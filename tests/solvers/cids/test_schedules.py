@@ -22,7 +22,9 @@ def test_they_arrive_and_stay(schedule, values):
     assert [schedule(p) for p in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(values)
 
 
-@pytest.mark.parametrize("value", [-1.0, "hot", None, True, float("nan"), float("inf"), lambda p: -p])
+@pytest.mark.parametrize(
+    "value", [-1.0, "hot", None, True, float("nan"), float("inf"), lambda p: -p, lambda: 1]
+)
 def test_what_is_no_schedule_is_refused_by_name(value):
     with pytest.raises(ValueError, match="temperature"):
         as_schedule("temperature", value)
