@@ -58,7 +58,6 @@ def in_parallel(
     *,
     workers: int | None = None,
     retries: int = RETRIES,
-    copies: bool = True,
 ) -> Results[Outcome]:
     """Call a function with each item, and yield each outcome with its item's index as soon as it is there.
 
@@ -78,8 +77,6 @@ def in_parallel(
             configured for, or the number of cores. Inside `joblib.parallel_config(backend="dask")` the
             cluster decides; inside a function that is itself called this way it is always this process.
         retries: How often an item is tried again.
-        copies: Whether items are copied in this process, too. If not, what the function does to them is there
-            afterwards, but only if it was done here.
 
     Raises:
         WorkerKilledError: If some items were lost in spite of retries; after all others.
@@ -95,7 +92,7 @@ def in_parallel(
     if client is not None:
         return _on_dask(client, call, items)
     if n == 1:
-        return ((k, call.here(_copied(item) if copies else item)) for k, item in enumerate(items))
+        return ((k, call.here(_copied(item))) for k, item in enumerate(items))
     return _on_joblib(min(n, len(items)), call, items, int(retries))
 
 

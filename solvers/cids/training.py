@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -336,7 +337,7 @@ class Fitting:
             "version": CHECKPOINT_VERSION,
             **self.state_dict(),
             "settings": self.description,
-            "code": self._code(),
+            "code": self._code,
             "seed": self.learner.seed,
             "prior": self.prior.tolist(),
             **shape_of(self.learner.policy),
@@ -355,12 +356,13 @@ class Fitting:
         if not isinstance(version, int) or version != CHECKPOINT_VERSION:  # a tensor has no one answer
             raise CheckpointError(f"{path} was written by another version; use another directory")
         require_same(path, saved["settings"], self.description)
-        require_same(path, {"code": saved.get("code")}, {"code": self._code()})
+        require_same(path, {"code": saved.get("code")}, {"code": self._code})
         try:
             self.load_state_dict(saved)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
+    @cached_property
     def _code(self) -> str | None:
         """A fingerprint of the classes that take part: their methods and constants; None if there is none."""
         parts = (self.learner.model, self.learner.objective, self.learner.estimator, self.learner.policy)
