@@ -59,6 +59,10 @@ class ResolutionError(DensityError):
         return type(self), (str(self), self.num_points)
 
 
+class CompilerError(RuntimeError):
+    """The C compiler is missing, or failed; the message says which."""
+
+
 class DegenerateWeightsError(ArithmeticError):
     """No context at all can have produced an episode."""
 

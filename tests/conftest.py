@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tensors are small here; read by torch, also in child processes
+# Kernels that tests compile are not the user's; children and later runs find them again.
+os.environ["CPOMDP_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "kernels")
 
 import pytest
 import torch

@@ -90,6 +90,8 @@ MAY_TOUCH_THE_DISK = {
     "cpomdp_ppl.cli": "commands",
     "cpomdp_ppl.report": "pages",
     "cpomdp_ppl.episodes_file": "Episodes.save and Episodes.load",
+    "cpomdp_ppl.native.cache": "compiled libraries that are kept",
+    "cpomdp_ppl.native.compiler": "what the C compiler reads and writes",
     "solvers.cids.solution": "solutions that are saved",
     "solvers.cids.group": "in memory: what processes send each other",
 }
@@ -178,6 +180,7 @@ def inference() -> Iterator[str]:
 LAYERS = (
     ("language", "errors arrays state rng progress handlers signature dataflow model check"),
     ("experiments", "experiments sweep"),
+    ("native", "native"),
     ("playing", "prior recorded_arrays episodes episodes_file policy rollout generative encoding"),
     ("inference", "inference"),
     ("judging", "context evaluation bounds agent gym"),

@@ -1,5 +1,6 @@
 """The command line, `cpomdp`: everything from checking a model to a report, with results in run folders."""
 
+from cpomdp_ppl.cli.cache import CACHE
 from cpomdp_ppl.cli.check import CHECK
 from cpomdp_ppl.cli.command import COMMANDS, Command, CommandError
 from cpomdp_ppl.cli.compare import COMPARE
@@ -19,6 +20,7 @@ COMMANDS.add(
         "compare": COMPARE,
         "diagnose": DIAGNOSE,
         "report": REPORT,
+        "cache": CACHE,
     }
 )
 POLICIES.add({"random": RANDOM})

@@ -197,7 +197,7 @@ class Export:
         with inference_scope(model, seed):
             p = as_prior(model.prior() if prior is None else prior, C, B)
             recursion = backend.recursion(model)
-            require_same_sites(recursion, episodes)
+            require_same_sites(recursion.model, recursion.signature, episodes)
             self.programs = Generative(model)
         self.signature = recursion.signature
         p = p / p.sum(-1, keepdim=True)  # in double precision, thirds do not sum to 1 in single

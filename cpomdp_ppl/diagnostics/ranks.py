@@ -146,7 +146,7 @@ def rank_episodes(
     time was found for.
     """
     recursion = backend.recursion(model)
-    require_same_sites(recursion, episodes)
+    require_same_sites(recursion.model, recursion.signature, episodes)
     programs = Generative(model)
     times = _times(programs.signature, episodes)
     B = len(episodes)

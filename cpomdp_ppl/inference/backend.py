@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
 
 
@@ -54,13 +55,15 @@ class Recursion(ABC):
     Args:
         model: The model that it computes with.
         given: The model as the caller gave it, if `model` is a copy of it in another precision.
+        signature: The model's signature, with dependencies, if it is known already.
     """
 
-    def __init__(self, model: CPOMDP, given: CPOMDP | None = None) -> None:
+    def __init__(
+        self, model: CPOMDP, given: CPOMDP | None = None, signature: Signature | None = None
+    ) -> None:
         self.model = model
         self._given = model if given is None else given
-        read = read_signature(model)
-        self.signature = replace(read, dependencies=dependencies(model, read))
+        self.signature = read_with_dependencies(model) if signature is None else signature
         self.plate_axes = model.max_plate_nesting
         contexts = torch.arange(model.num_contexts, device=model.device)
         self.context = contexts.reshape(-1, 1, 1, *[1] * self.plate_axes)
@@ -149,6 +152,12 @@ class Recursion(ABC):
         raise ModelError(type(self.model).__name__, [fault])
 
 
+def read_with_dependencies(model: CPOMDP) -> Signature:
+    """The signature of a model, with how its observation sites depend on each other."""
+    read = read_signature(model)
+    return replace(read, dependencies=dependencies(model, read))
+
+
 @dataclass(frozen=True)
 class Backend(ABC):
     """A way to compute `log p(o | a, c)` for every context from a model's programs.
@@ -212,7 +221,7 @@ class Backend(ABC):
         require_model(model)
         with inference_scope(model, seed):
             recursion = self.recursion(model)
-            require_same_sites(recursion, episodes)
+            require_same_sites(model, recursion.signature, episodes)
             size = self.episodes_at_once(model, recursion)
             if size >= len(episodes):  # to slice them would be to check them again
                 return fold(recursion, episodes, moments, offset=0, allow_lost=allow_lost)
@@ -245,7 +254,7 @@ class Backend(ABC):
         require_count("num_trajectories", num_trajectories)
         with inference_scope(model, seed):
             recursion = self.recursion(model)
-            require_same_sites(recursion, episodes)
+            require_same_sites(model, recursion.signature, episodes)
             size = self.episodes_smoothed_at_once(model, recursion, episodes.horizon, num_trajectories)
             parts = pieces(len(episodes), size)
             return Smoothing.concatenate(
@@ -301,11 +310,11 @@ def fold(
         resampled=resampled.by_episode(),
         standard_error=None if error is None else error.T,
     )
-    _require_finite(recursion.model, result, offset)
+    require_finite_result(recursion.model, result, offset)
     return result
 
 
-def _require_finite(model: CPOMDP, result: Filtering, offset: int) -> None:
+def require_finite_result(model: CPOMDP, result: Filtering, offset: int = 0) -> None:
     """Nothing silently becomes NaN: a state or reward that left the reals is an error."""
 
     def place(b: int, t: int, c: int) -> str:
@@ -332,10 +341,10 @@ def require_real(what: str, values: Tensor, axes: int, place: Callable[..., str]
         raise DensityError(f"{what} is not finite at {place(*where)}")
 
 
-def require_same_sites(recursion: Recursion, episodes: Episodes) -> None:
+def require_same_sites(model: CPOMDP, signature: Signature, episodes: Episodes) -> None:
     """Raise unless the episodes can be the model's."""
     require(hasattr(episodes, "observations"), "episodes", episodes, "Episodes")
-    model, sites = recursion.model, recursion.signature.observations
+    sites = signature.observations
 
     def expect(condition: bool, expected: str, got: object) -> None:
         if not condition:

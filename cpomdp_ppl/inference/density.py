@@ -19,6 +19,7 @@ from cpomdp_ppl.inference.families import (
     logsumexp,
     sum_rightmost,
 )
+from cpomdp_ppl.native.recording import certain
 
 ROUNDINGS = 8
 """Number of roundings by which a recorded value may differ from the one that a program computes."""
@@ -96,7 +97,7 @@ def possible_value(support: Any, like: Tensor) -> Tensor:
     """Some value inside a support, to evaluate a density where it will not count."""
     for constant in (0.0, 1.0, 0.5):
         candidate = torch.full_like(like, constant)
-        if bool(support.check(candidate).all()):
+        if certain(support.check(candidate)):
             return candidate
     try:
         transform = td.transform_to(support)
@@ -172,7 +173,7 @@ def _log_density(fn: Any, value: Tensor) -> Tensor:
     """The density of a distribution that is made of no others: by its support, and a formula inside."""
     inside = inside_support(fn, value)
     value = _precise(value)
-    if inside is None or bool(inside.all()):
+    if inside is None or certain(inside):
         return log_prob_inside(fn, value)
     possible = possible_value(fn.support, value)
     value = torch.where(inside.reshape(inside.shape + (1,) * len(fn.event_shape)), value, possible)
@@ -266,7 +267,7 @@ def _transformed(fn: td.TransformedDistribution, value: Tensor) -> Tensor:
             raise NotImplementedError(f"{transform} cannot be inverted")
         if not discrete:
             inside = inside_constraint(codomain, y)
-            if inside is not None and not bool(inside.all()):
+            if inside is not None and not certain(inside):
                 at_events = inside.reshape(inside.shape + (1,) * codomain.event_dim)
                 y = torch.where(at_events, y, possible_value(codomain, y))
                 possible = possible & all_rightmost(inside, n - codomain.event_dim)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from cpomdp_ppl.errors import require_count
+from cpomdp_ppl.inference.engine import native_or_none, require_engine
 from cpomdp_ppl.inference.gaussian_belief import GaussianBelief, Transformed, product
 from cpomdp_ppl.inference.kalman import Function, KalmanFilter, KalmanRecursion
+from cpomdp_ppl.inference.native_kalman import KalmanKernel, KalmanSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,18 +28,30 @@ class ExtendedKalmanFilter(KalmanFilter):
 
     Args:
         reward_points: Number of points of the belief at which the reward is averaged.
+        engine: `"native"` compiles the model's programs, and refuses those that cannot be compiled; `"eager"`
+            runs them as they are; `"auto"` compiles what it can. The two agree up to rounding.
     """
 
     name: ClassVar[str] = "ekf"
     draws: ClassVar[bool] = False
     reward_points: int = 64
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
         require_count("reward_points", self.reward_points)
+        require_engine(self.engine)
 
     def recursion(self, model: CPOMDP) -> ExtendedRecursion:
         """Apply the filter to a model."""
         return ExtendedRecursion(model, self.reward_points)
+
+    def kernel(self, model: CPOMDP) -> KalmanKernel | None:
+        """The compiled filter of a model as it is now; None if the eager engine serves it."""
+        return native_or_none(self.engine, model, "ekf", partial(KalmanKernel, extended=True))
+
+    def settings(self) -> KalmanSettings:
+        """What the compiled filter is told when it runs."""
+        return KalmanSettings(self.reward_points)
 
 
 class ExtendedRecursion(KalmanRecursion):

@@ -18,6 +18,7 @@ from cpomdp_ppl.inference.enumeration import ENGINE_AXES
 from cpomdp_ppl.inference.gaussian_belief import block_diagonal
 from cpomdp_ppl.inference.observed import Observed, Scored, hidden_parents
 from cpomdp_ppl.inference.site_parameters import require_parameters
+from cpomdp_ppl.native.recording import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -55,7 +56,7 @@ def gaussian_site(program: str, site: Any, plate_axes: int) -> GaussianSite:
     Raises:
         UnsupportedModelError: If it is not, or if the program itself fixes the value of a random site.
         DensityError: If its scale is negative or not a number at the first particle: other sigma points may
-            be where states never are.
+            be where states never are. A program that is being traced has no values to look at.
     """
     outer = fn = unmasked(site["fn"])
     while isinstance(fn, torch.distributions.Independent):
@@ -73,11 +74,11 @@ def gaussian_site(program: str, site: Any, plate_axes: int) -> GaussianSite:
             "which a Kalman filter cannot condition on"
         )
     if isinstance(fn, torch.distributions.Normal):
-        if not float(fn.scale.detach().min()) >= 0:  # NaN, if any is
+        if not is_traced() and not float(fn.scale.detach().min()) >= 0:  # NaN, if any is
             require_parameters(program, site["name"], outer, _central(site, plate_axes))
         return GaussianSite(fn.loc, fn.scale)
     if isinstance(fn, torch.distributions.MultivariateNormal):
-        if bool(fn._unbroadcasted_scale_tril.isnan().any()):
+        if not is_traced() and bool(fn._unbroadcasted_scale_tril.isnan().any()):
             require_parameters(program, site["name"], outer, _central(site, plate_axes))
         return GaussianSite(fn.loc, fn._unbroadcasted_scale_tril, triangular=True)
     raise UnsupportedModelError(

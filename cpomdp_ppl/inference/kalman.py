@@ -7,15 +7,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+import pyro
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import how_many_fit
-from cpomdp_ppl.errors import DensityError, UnsupportedModelError
-from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
+from cpomdp_ppl.inference.backend import Backend, Recursion, require_same_sites
 from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.filtering import Smoothing, moments_in_time, trajectories_in_time
 from cpomdp_ppl.inference.gaussian import Reparameterised, Sensed
@@ -34,9 +35,13 @@ from cpomdp_ppl.inference.observed import Observed, axes, hidden_parents, unseen
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.scan import scan
 from cpomdp_ppl.inference.site_parameters import torch_errors_as_model_errors
+from cpomdp_ppl.rng import require_seed
+from cpomdp_ppl.signature import signature
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.filtering import Filtering
+    from cpomdp_ppl.inference.native_kalman import KalmanKernel, KalmanSettings
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 
@@ -89,6 +94,7 @@ class KalmanRecursion(Recursion):
     sensing = Sensed
 
     def __init__(self, model: CPOMDP, reward_points: int) -> None:
+        self._store = pyro.get_param_store().get_state()
         self.in_double = True
         try:
             with double_precision():
@@ -120,6 +126,12 @@ class KalmanRecursion(Recursion):
         sites = self.signature.observations
         self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
         model.reward(state, action, self.context)  # does it mix its numbers with these?
+
+    @cached_property
+    def _own_types(self) -> Any:
+        """As in `Recursion`, with the param store as it was: modules take over what they find there."""
+        with pyro.get_param_store().scope(self._store):
+            return signature(self._given).state
 
     @abstractmethod
     def transform(
@@ -298,6 +310,31 @@ class KalmanFilter(Backend):
     @abstractmethod
     def recursion(self, model: CPOMDP) -> KalmanRecursion:
         """The filter at work on a model."""
+
+    @abstractmethod
+    def kernel(self, model: CPOMDP) -> KalmanKernel | None:
+        """The compiled filter of a model as it is now; None if the eager engine serves it."""
+
+    @abstractmethod
+    def settings(self) -> KalmanSettings:
+        """What the compiled filter is told when it runs."""
+
+    def _run(
+        self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, allow_lost: bool
+    ) -> Filtering:
+        """As `Backend._run`, by the compiled filter where there is one.
+
+        What that finds amiss is run again eagerly, which says what it is, or does without.
+        """
+        require_model(model)
+        kernel = self.kernel(model)
+        if kernel is not None:
+            require_seed(seed)
+            require_same_sites(model, kernel.signature, episodes)
+            found = kernel.run(self.settings(), model, episodes, moments)
+            if found is not None:
+                return found
+        return super()._run(model, episodes, seed, moments, allow_lost)
 
     def episodes_at_once(self, model: CPOMDP, recursion: Recursion) -> int:
         """As many as have `POINT_NUMBERS` numbers in the points at which functions are averaged."""

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.arrays import (
-    as_indices,
-    as_tensor,
-    as_type,
-    filled,
-    on_the_right,
-    require_finite,
-    without_unit_axes,
-)
-from cpomdp_ppl.errors import ObservationError, invalid, require, require_count, require_model
+from cpomdp_ppl.errors import ObservationError, invalid, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import (
-    inference_scope,
-    require_real,
-    require_real_moments,
-)
+from cpomdp_ppl.inference.backend import inference_scope, require_real, require_real_moments
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.observed import Observed
+from cpomdp_ppl.inference.native_recursion import NativeSMC
 from cpomdp_ppl.inference.persistence import Persistent
+from cpomdp_ppl.inference.step_arguments import StepArguments
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.prior import as_prior
+from cpomdp_ppl.rng import fresh_seed
 from cpomdp_ppl.rollout import blind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.signature import ObservationSite
 
 
 class OnlineFilter:
@@ -90,12 +78,22 @@ class OnlineFilter:
         self.prior = p.expand(num_episodes, C)
         self.time = 0
         self._begun = not model.initial_observation
-        with inference_scope(model, seed):
+        number = fresh_seed(seed)
+        with inference_scope(model, number):
             self._recursion = backend.recursion(model)
+            if isinstance(self._recursion, NativeSMC):
+                self._recursion.generator = torch.Generator().manual_seed(number)
             self._filter = Persistent(backend, self._recursion, self.prior)
             self._track = self._filter.start(num_episodes)
-            self._generator = torch.get_rng_state()
+            self._random_state = self._generator.get_state()
+        self._arguments = StepArguments(model, self._recursion.signature, num_episodes)
         self.latest = blind(self._recursion.signature, num_episodes, model.device)
+
+    @property
+    def _generator(self) -> torch.Generator:
+        """Where the recursion takes its random numbers from."""
+        own = self._recursion.generator if isinstance(self._recursion, NativeSMC) else None
+        return torch.default_generator if own is None else own
 
     def observe(
         self,
@@ -123,17 +121,26 @@ class OnlineFilter:
         if (action is None) == self._begun:
             expected = "an action" if self._begun else "None, with the initial observation, first"
             raise invalid("action", action, expected)
-        seen = self._seen(action, {} if observations is None else observations, observed)
+        time = 0 if action is None else self.time + 1
+        seen = self._arguments.read(time, action, {} if observations is None else observations, observed)
         if complete:
             self._require_complete(seen)
-        with inference_scope(self.model, 0):
-            torch.set_rng_state(self._generator)
-            take_in = self._filter.condition if action is None else self._filter.step
-            self._track, _ = take_in(self._track, seen)
-            self._generator = torch.get_rng_state()
+        if isinstance(self._recursion, NativeSMC):
+            self._take_in(seen)
+        else:
+            with inference_scope(self.model, 0):
+                self._take_in(seen)
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
         self.time += action is not None
+
+    def _take_in(self, seen: Observed) -> None:
+        """Go on from where the random numbers were; a step that fails leaves no trace."""
+        generator = self._generator
+        generator.set_state(self._random_state)
+        take_in = self._filter.condition if seen.action is None else self._filter.step
+        self._track, _ = take_in(self._track, seen)
+        self._random_state = generator.get_state()
 
     @property
     def belief(self) -> Any:
@@ -178,7 +185,7 @@ class OnlineFilter:
             DensityError: If a program left the reals.
         """
         with inference_scope(self.model, 0):
-            reward = self._recursion.expected_reward(self.belief, self._actions(action))
+            reward = self._recursion.expected_reward(self.belief, self._arguments.actions(action))
         require_real("reward: the expected reward", reward, 2, self._place)
         return reward.T
 
@@ -211,62 +218,3 @@ class OnlineFilter:
 
     def _place(self, c: int, b: int) -> str:
         return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"
-
-    def _actions(self, action: Any) -> Tensor:
-        B, names = self.num_episodes, self.model.action_names
-        a = as_indices("action", action, names).to(self.model.device)
-        require(a.shape in ((), (B,)), "action", action, f"an index, a name, or either for each: [{B}]")
-        low, high = (int(extreme) for extreme in a.aminmax())
-        require(low >= 0 and high < len(names), "action", action, f"0 to {len(names) - 1}")
-        return a.expand(B)
-
-    def _seen(self, action: Any, observations: Any, observed: Any) -> Observed:
-        sites = self._recursion.signature.observations
-        _require_sites("observations", observations, sites)
-        if observed is not None:
-            _require_sites("observed", observed, sites)
-        values, flags = {}, {}
-        for name, spec in sites.items():
-            given = name in observations if observed is None else observed.get(name, False)
-            flag = self._flags(name, spec, given)
-            if name in observations:
-                value = self._values(name, spec, observations[name], flag)
-            else:
-                require(not bool(flag.any()), f"observed['{name}']", True, "False: it is not in observations")
-                value = torch.zeros(self.num_episodes, *spec.shape, dtype=spec.dtype, device=flag.device)
-            values[name], flags[name] = value, flag
-        time = 0 if action is None else self.time + 1
-        actions = None if action is None else self._actions(action)
-        return Observed.at(time, actions, values, flags)
-
-    def _flags(self, name: str, spec: ObservationSite, given: Any) -> Tensor:
-        """Which values at a site count, bool `[B, *plates]`."""
-        shape = (self.num_episodes, *spec.plates)
-        what = f"observed['{name}']"
-        flags = as_tensor(what, given).to(self.model.device)
-        require(flags.dtype == torch.bool, what, given, "booleans")
-        if flags.dim() == 0:
-            return flags.expand(shape)
-        if self.num_episodes == 1 and flags.shape == spec.plates:
-            flags = flags[None]
-        require(flags.shape in (shape, shape[:1]), what, list(flags.shape), f"shape {list(shape)}")
-        return on_the_right(flags, flags.new_empty(shape)).expand(shape)
-
-    def _values(self, name: str, spec: ObservationSite, given: Any, flags: Tensor) -> Tensor:
-        """What was seen at a site, `[B, …]`, zero where that does not count."""
-        B, what = self.num_episodes, f"observations['{name}']"
-        value = as_tensor(what, given).to(self.model.device)
-        axes = value.shape if B == 1 else value.shape[1:]  # a single episode may lack its axis
-        fits = without_unit_axes(axes) == without_unit_axes(spec.shape) and (
-            B == 1 or value.shape[:1] == (B,)
-        )
-        require(fits, what, list(value.shape), f"shape {[B, *spec.shape]}")
-        value = value.reshape(B, *spec.shape)
-        require_finite(what, value, flags)
-        return as_type(what, filled(value, flags), spec.dtype, flags)
-
-
-def _require_sites(argument: str, given: Any, sites: Mapping[str, ObservationSite]) -> None:
-    require(isinstance(given, Mapping), argument, given, f"a mapping from sites out of {sorted(sites)}")
-    unknown = sorted(map(str, set(given) - set(sites)))
-    require(not unknown, argument, unknown, f"sites out of {sorted(sites)}")

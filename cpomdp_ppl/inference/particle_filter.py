@@ -9,22 +9,26 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.arrays import how_many_fit
-from cpomdp_ppl.errors import invalid, require, require_count
-from cpomdp_ppl.inference.backend import Backend, Recursion
+from cpomdp_ppl.errors import UnsupportedModelError, invalid, require, require_count, require_model
+from cpomdp_ppl.inference.backend import Backend, Recursion, require_finite_result, require_same_sites
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
+from cpomdp_ppl.inference.engine import native_or_none, require_engine
+from cpomdp_ppl.inference.native_filter import FilterKernel, scheme_name
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
+from cpomdp_ppl.inference.scan import observed_in_time, require_possible
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.filtering import Smoothing
+    from cpomdp_ppl.inference.filtering import Filtering, Smoothing
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
 
 PARTICLES_AT_ONCE = 2**18
@@ -54,6 +58,8 @@ class ParticleFilter(Backend):
         common_random_numbers: Whether the contexts of an episode share their noise, which makes their
             likelihood ratio less noisy.
         chunk: How many episodes to handle at once; chosen to bound memory if left out.
+        engine: `"native"` compiles the model's programs, and refuses those that cannot be compiled; `"eager"`
+            runs them as they are; `"auto"` compiles what it can. The two have random numbers of their own.
 
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
@@ -70,11 +76,13 @@ class ParticleFilter(Backend):
     guide: Guide | str | None = None
     common_random_numbers: bool = True
     chunk: int | None = None
+    engine: str = "auto"
     name: ClassVar[str] = "smc"
 
     def __post_init__(self) -> None:
         require_count("num_particles", self.num_particles)
         as_scheme(self.resampling)
+        require_engine(self.engine)
         require(0 <= self.ess_threshold <= 1, "ess_threshold", self.ess_threshold, "a fraction from 0 to 1")
         if self.chunk is not None:
             require_count("chunk", self.chunk)
@@ -88,7 +96,39 @@ class ParticleFilter(Backend):
 
     def recursion(self, model: CPOMDP) -> SMC:
         """The filter at work on a model; any model will do."""
-        return SMC(model, self)
+        from cpomdp_ppl.inference.native_recursion import NativeSMC
+
+        if self.kernel(model) is None:
+            return SMC(model, self)
+        return NativeSMC(model, self, lambda: self.kernel(model))
+
+    def kernel(self, model: CPOMDP) -> FilterKernel | None:
+        """The compiled filter of a model as it is now; None if the eager engine serves it.
+
+        Raises:
+            UnsupportedModelError: If only the native engine will do, and it cannot serve this.
+            CompilerError: Likewise, if the compiler is missing or fails.
+        """
+        if self.engine == "eager":
+            return None
+        if self.guide is not None or scheme_name(self.resampling) is None:
+            if self.engine == "native":
+                what = "a guide" if self.guide is not None else "a resampling scheme of one's own"
+                raise UnsupportedModelError(f"the native engine does not know {what}")
+            return None
+        return native_or_none(self.engine, model, "filter", FilterKernel)
+
+    def _run(
+        self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, allow_lost: bool
+    ) -> Filtering:
+        require_model(model)
+        kernel = self.kernel(model)
+        if kernel is not None:
+            require_same_sites(model, kernel.signature, episodes)
+            found = kernel.run(self, model, episodes, seed, moments)
+            if found is not None:
+                return checked(model, episodes, found, allow_lost)
+        return super()._run(model, episodes, seed, moments, allow_lost)
 
     def larger(self) -> ParticleFilter | None:
         """The same with eight times as many particles, up to where that takes too long."""
@@ -108,11 +148,22 @@ class ParticleFilter(Backend):
         return how_many_fit(PARTICLES_AT_ONCE, model.num_contexts * self.num_particles * max(size, 1))
 
 
+def checked(model: CPOMDP, episodes: Episodes, found: Filtering, allow_lost: bool) -> Filtering:
+    """What a kernel found, unless it is impossible or no number; then the error that says so."""
+    highest = found.log_likelihood.amax(1)  # [B]
+    if not bool((torch.isfinite(highest) | (allow_lost & (highest == -torch.inf))).all()):
+        increments = torch.cat([found.initial_increment[:, None], found.increments], 1)  # [B, T + 1, C]
+        times = list(observed_in_time(episodes))
+        require_possible(model, times, increments.permute(1, 2, 0), allow_lost=allow_lost)
+    require_finite_result(model, found)
+    return found
+
+
 class SMC(Recursion):
     """The particle filter's recursion over time: resample, move, reweight."""
 
-    def __init__(self, model: CPOMDP, settings: ParticleFilter) -> None:
-        super().__init__(model)
+    def __init__(self, model: CPOMDP, settings: ParticleFilter, signature: Signature | None = None) -> None:
+        super().__init__(model, signature=signature)
         self.N = settings.num_particles
         self.common = settings.common_random_numbers
         self.scheme, self.threshold = as_scheme(settings.resampling), settings.ess_threshold

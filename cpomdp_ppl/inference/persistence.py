@@ -7,7 +7,8 @@ without bias.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import math
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.inference.native_recursion import NativeSMC
 from cpomdp_ppl.inference.observed import Observed, rows_observed
 from cpomdp_ppl.inference.particle_filter import SMC
 from cpomdp_ppl.inference.scan import added, observed_in_time, require_possible, steps_through
@@ -124,7 +126,7 @@ class Persistent:
     """A filter that begins again, with more particles, in episodes whose particles have all died.
 
     Of those more, as many are drawn as there were. Its beliefs are `Track`s. To be made and used inside
-    `inference_scope`.
+    `inference_scope`, unless the recursion needs none.
 
     Args:
         backend: The filter.
@@ -162,6 +164,8 @@ class Persistent:
         before = track.log_likelihood
         path = (observed,) if self._larger is None else (*track.path, observed)
         after = before + increment  # [C, B]
+        if math.isfinite(after.sum().item()):  # all is possible: no need to look closer
+            return Track(belief, after, path), increment
         lost = (self._prior.T.log() + after).amax(0) == -torch.inf
         if self._larger is not None and bool(lost.any()):
             rows = lost.nonzero()[:, 0]
@@ -177,9 +181,10 @@ class Persistent:
         assert self._larger is not None
         assert isinstance(self.recursion, SMC)
         N, prior, part = self.recursion.N, self._prior[rows], [_some(observed, rows) for observed in path]
-        states, total = persistently(
-            self._larger, lambda each: _replayed(each.recursion(self.model), part, prior, N)
-        )
+        with self.recursion.scope() if isinstance(self.recursion, NativeSMC) else nullcontext():
+            states, total = persistently(
+                self._larger, lambda each: _replayed(each.recursion(self.model), part, prior, N)
+            )
         return self.recursion.with_episodes(belief, rows, states), total
 
 

@@ -77,13 +77,13 @@ def draw(fn: Any, shape: torch.Size, common: bool) -> Tensor:
     why = unfit(base)
     if why is not None:
         raise NotImplementedError(why)
-    value: Tensor | None = _from_noise(base, noise + event)
+    value: Tensor | None = from_noise(base, noise + event)
     if value is None:  # no way to share noise: contexts draw on their own
         value = expanded(fn, batch)()  # as Pyro does: some draw differently by `sample`
     return value
 
 
-def _from_noise(fn: Any, shape: torch.Size) -> Any:
+def from_noise(fn: Any, shape: torch.Size) -> Any:
     """A draw as a function of standard noise of this shape; None for distributions that have none."""
     if isinstance(fn, dist.Normal):
         return fn.loc + fn.scale * torch.randn(shape, dtype=fn.loc.dtype, device=fn.loc.device)

@@ -166,7 +166,7 @@ class LogLikelihood:
         set_constants(self.copy, at)
         with _computing(self.copy, seed):
             recursion = differentiable(self.backend, self.copy)
-            require_same_sites(recursion, self.episodes)
+            require_same_sites(recursion.model, recursion.signature, self.episodes)
             size = episodes_with_graph(recursion, self.episodes.horizon)
             log_prior = self.copy.prior().log()  # [C]
             for rows in pieces(len(self.episodes), size):

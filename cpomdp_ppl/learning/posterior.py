@@ -71,7 +71,7 @@ class BlockLikelihood:
         with inference_scope(self.copy, 0):
             recursion = self.backend.recursion(self.copy)
             if self._size is None:
-                require_same_sites(recursion, self.episodes)
+                require_same_sites(recursion.model, recursion.signature, self.episodes)
                 self._size = self.backend.episodes_at_once(self.copy, recursion)
             log_prior = self.copy.prior().log()
             for g, seed in seeds.items():

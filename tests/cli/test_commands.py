@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from shutil import copytree
@@ -16,8 +17,16 @@ from cpomdp_ppl.cli import COMMANDS, compare, results
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.results import is_installed
 from cpomdp_ppl.models import LineGrid
+from cpomdp_ppl.native.cache import store_library
 from solvers import cids
 from tests.cli.conftest import LINE_GRID, SMALL, read, refused, rows_of
+
+
+@pytest.fixture(autouse=True)
+def own_cache(elsewhere, monkeypatch):
+    """Compiled kernels of tests: not those of whoever runs them."""
+    monkeypatch.setenv("CPOMDP_CACHE", str(elsewhere / "cache"))
+    return elsewhere / "cache" / "native"
 
 
 @pytest.mark.slow
@@ -189,7 +198,34 @@ def test_a_filter_that_is_not_calibrated_is_a_failure(capsys):
     assert read("runs/LightDark-diagnose-1/calibration.json")["calibrated"] is False
 
 
-OUR_COMMANDS = ("check", "simulate", "evaluate", "compare", "diagnose", "report", "fit", "run")
+def test_compiled_kernels_are_shown_and_removed(own_cache, capsys):
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{own_cache}: 0 kernels, 0.0 MB\n"
+    assert not own_cache.exists()
+
+    for source in ("a", "b"):
+        store_library(source * 32, "c" * 16, bytes(600_000))
+    (own_cache / "notes.txt").write_text("not a kernel")
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{own_cache}: 2 kernels, 1.2 MB\n"
+
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"{own_cache}: removed 2 kernels, 1.2 MB\n"
+    assert [path.name for path in own_cache.iterdir()] == ["notes.txt"]
+
+
+def test_a_cache_that_cannot_be_used_is_explained(own_cache, capsys, monkeypatch):
+    own_cache.parent.mkdir()
+    own_cache.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: own_cache.stat().st_uid + 1)
+        assert f"{own_cache}: it belongs to another user" in refused(capsys, "cache")
+    for variable in ("CPOMDP_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert "set CPOMDP_CACHE" in refused(capsys, "cache", "--clear")
+
+
+OUR_COMMANDS = ("check", "simulate", "evaluate", "compare", "diagnose", "report", "cache", "fit", "run")
 
 MAZE = """
 from cpomdp_ppl.models import LineGrid

@@ -1,0 +1,315 @@
+"""The particle filter's recursion, each of its steps by the compiled kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
+from cpomdp_ppl.inference.native_filter import I64, MOVE, RESAMPLE, REWARD, VOID, WEIGH
+from cpomdp_ppl.inference.particle_filter import SMC
+from cpomdp_ppl.state import leaves, map_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from cpomdp_ppl.inference.native_filter import FilterKernel
+    from cpomdp_ppl.inference.observed import Observed
+    from cpomdp_ppl.inference.particle_filter import ParticleFilter
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.signature import Leaf
+    from cpomdp_ppl.state import State
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the kernel made of a cloud.
+
+    Attributes:
+        cloud: The cloud after it.
+        increment: The evidence increment, float64 `[C, B]`; nothing sensible, if nothing was weighed.
+        ancestors: The ancestor of every particle, int32 `[C, B, N]`; None if that was not asked for.
+    """
+
+    cloud: Cloud
+    increment: Tensor
+    ancestors: Tensor | None
+
+
+class NativeSMC(SMC):
+    """As `SMC`, with the same beliefs, but programs run in the kernel.
+
+    What the kernel finds wrong, or has no code for, is left to the programs themselves, which serve it or say
+    what is wrong. Each call draws one number from a generator, and all others from that.
+
+    Args:
+        model: The model.
+        settings: The filter.
+        kernel: Gives the kernel of the model as it is now; None if it has none any more.
+
+    Attributes:
+        generator: Where random numbers come from; None for torch's own. With a generator, the recursion needs
+            no `inference_scope` around it.
+    """
+
+    def __init__(
+        self, model: CPOMDP, settings: ParticleFilter, kernel: Callable[[], FilterKernel | None]
+    ) -> None:
+        current = kernel()
+        assert current is not None
+        super().__init__(model, settings, current.signature)
+        self._settings = settings
+        self.generator: torch.Generator | None = None
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Where programs can run, and go on with random numbers of this recursion."""
+        if self.generator is None:
+            return nullcontext()
+        return inference_scope(self.model, self._number(2**32))
+
+    def _number(self, most: int) -> int:
+        return int(torch.randint(most, (), generator=self.generator, device=CPU))
+
+    def start(self, num_episodes: int) -> Cloud:
+        """Particles from the model's `initial`, all of the same weight."""
+        found = self._run(num_episodes, self.N, 0)
+        if found is not None:
+            return found.cloud
+        with self.scope():
+            return super().start(num_episodes)
+
+    def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """Weight the particles by what was observed."""
+        return self.reweight(cloud, observed, None)
+
+    def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """Resample, move, reweight."""
+        found = self._from(cloud, RESAMPLE | MOVE | WEIGH, observed)
+        if found is not None:
+            return found.cloud, found.increment
+        with self.scope():
+            return super().step(cloud, observed)
+
+    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
+        """Resample the rows that need it. Says who descends from whom; None if no row did."""
+        C, B, N = cloud.shape
+        found = self._run(B, N, RESAMPLE, cloud, alive=alive)
+        if found is None or found.ancestors is None:
+            with self.scope():
+                return super().resample(cloud, alive)
+        rows = found.cloud.resampled.flatten().nonzero()[:, 0]
+        ancestors = Ancestors(rows, found.ancestors.view(C * B, N).index_select(0, rows).long())
+        return found.cloud, ancestors if len(rows) else None
+
+    def propose(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor | None]:
+        """Move by the model's own `transition`."""
+        found = self._from(cloud, MOVE, observed)
+        if found is not None:
+            return found.cloud, None
+        with self.scope():
+            return super().propose(cloud, observed)
+
+    def reweight(self, cloud: Cloud, observed: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
+        """Multiply weights by the density of what was observed. Returns the evidence increment `[C, B]`."""
+        found = self._from(cloud, WEIGH, observed) if log_ratio is None else None
+        if found is not None:
+            return found.cloud, found.increment
+        with self.scope():
+            return super().reweight(cloud, observed, log_ratio)
+
+    def move_states(self, states: State, action: Tensor) -> State:
+        """Draw where actions `[B]` lead from states, leaves `[C, B, N, …]`."""
+        shape = next(leaf for _, leaf in leaves(states)).shape[:3]
+        memory = self._memory(shape[1], shape[2]) if shape[0] == len(self.context) else None
+        if memory is not None:
+            memory.take_state(self.signature.broadcast(states, shape))
+            memory.take_actions(action, None)
+            moved = memory.new_state()
+            if memory.run(self._settings, MOVE, 1, self._number(2**62)):
+                return moved
+        with self.scope():
+            return super().move_states(states, action)
+
+    def expected_reward(self, cloud: Cloud, action: Tensor) -> Tensor:
+        """The particles' weighted mean reward."""
+        memory = self._memory(*cloud.shape[1:])
+        if memory is not None:
+            memory.take_cloud(cloud)
+            memory.take_actions(action, None)
+            reward = memory.new_rows("rewards", self.dtype)
+            if memory.run(self._settings, REWARD, 1, 0):
+                return reward
+        with self.scope():
+            return super().expected_reward(cloud, action)
+
+    def _memory(self, B: int, N: int) -> _Memory | None:
+        kernel = self._settings.kernel(self.model)
+        return None if kernel is None else _Memory(kernel, B, N)
+
+    def _from(self, cloud: Cloud, parts: int, observed: Observed) -> Outcome | None:
+        """Take a cloud through parts of a step."""
+        _, B, N = cloud.weights.values.shape
+        return self._run(B, N, parts, cloud, observed.action, observed.alive, observed)
+
+    def _run(
+        self,
+        B: int,
+        N: int,
+        parts: int,
+        before: Cloud | None = None,
+        action: Tensor | None = None,
+        alive: Tensor | None = None,
+        observed: Observed | None = None,
+    ) -> Outcome | None:
+        """Run the kernel on a cloud, or from the start; None if it has to be done otherwise."""
+        memory = self._memory(B, N)
+        if memory is None:
+            return None
+        steps = int(action is not None or bool(parts & RESAMPLE))
+        when = "" if steps else "first_"
+        if before is not None:
+            memory.take_cloud(before)
+        if steps:
+            memory.take_actions(action, alive)
+        if parts & WEIGH:
+            assert observed is not None
+            memory.take_observations(observed, when)
+        if parts & RESAMPLE:
+            resampled = memory.new_rows("resampled", torch.bool)
+        elif before is not None:
+            resampled = before.resampled
+        else:
+            resampled = torch.zeros(self.model.num_contexts, B, dtype=torch.bool, device=CPU)
+        increment = memory.new_rows("increments" if steps else "first_increment", torch.float64)
+        ancestors = memory.new("ancestors", torch.int32) if parts == RESAMPLE else None
+        cloud = Cloud(memory.new_state(), *memory.new_weights(), resampled)
+        done = memory.run(self._settings, parts, steps, self._number(2**62))
+        return Outcome(cloud, increment, ancestors) if done else None
+
+
+class _Memory:
+    """What the kernel reads and writes.
+
+    Args:
+        kernel: The kernel.
+        B: Number of episodes.
+        N: Number of particles.
+    """
+
+    def __init__(self, kernel: FilterKernel, B: int, N: int) -> None:
+        self._kernel, self._shape = kernel, (kernel.num_contexts, B, N)
+        self._places: dict[str, int] = {}  # addresses, by the kernel's names for what is there
+        self._held: list[Any] = []  # what has to stay there
+        self._readable = True
+
+    def _take(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+            self._readable = False
+            return 0
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+            self._held.append(tensor)
+        address = self._places[name] = tensor.data_ptr()
+        return address
+
+    def _hold(self, name: str, array: ctypes.Array[Any]) -> None:
+        self._held.append(array)
+        self._places[name] = ctypes.addressof(array)
+
+    def take_actions(self, action: Tensor | None, alive: Tensor | None) -> None:
+        """What is done, `[B]`, and which episodes go on, `[B]`: all, if that is not said."""
+        B = self._shape[1]
+        if action is None:
+            self._hold("actions", (I64 * B)())
+        else:
+            self._take("actions", action, torch.int64, (B,))
+        self._hold("lengths", (I64 * B)(*([1] * B if alive is None else alive.tolist())))
+
+    def take_state(self, state: State) -> None:
+        """States, leaves `[C, B, N, …]`."""
+        found = []
+        for (_, leaf), (event, dtype) in zip(leaves(state), self._kernel.traced.leaves, strict=True):
+            first = self._take("state_in", leaf, dtype, (*self._shape, *event))
+            found += _numbers(first, leaf, event)
+        self._hold("state_in", (VOID * len(found))(*found))
+
+    def take_cloud(self, cloud: Cloud) -> None:
+        """Particles with their weights and families."""
+        weights, families, real, shape = cloud.weights, cloud.families, self._kernel.dtype, self._shape
+        self.take_state(cloud.state)
+        self._take("weights_in", weights.values, real, shape)
+        self._take("ess_in", weights.ess, real, shape[:2])
+        self._take("founders_in", families.founders, torch.int32, shape)
+        self._take("noise_in", families.noise, real, shape[:2])
+
+    def take_observations(self, observed: Observed, when: str) -> None:
+        """What was observed."""
+        if self._shape[1] == 1:
+            values, flags = self._kernel.packed_one(observed)
+            self._hold(f"{when}values", values)
+            self._hold(f"{when}flags", flags)
+            return
+        packed = self._kernel.packed(observed.observations, observed.observed, self._shape[1:2])
+        for name, tensor in zip(("values", "flags"), packed, strict=True):
+            self._held.append(tensor)
+            self._places[f"{when}{name}"] = tensor.data_ptr()
+
+    def new(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Room for a number of every particle, `[C, B, N]`."""
+        room = torch.empty(self._shape, dtype=dtype, device=CPU)
+        self._places[name] = room.data_ptr()
+        return room
+
+    def new_rows(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Room for a number of every row, `[C, B]`, which the kernel has as `[B, C]`."""
+        C, B, _ = self._shape
+        room = torch.empty((B, C), dtype=dtype, device=CPU)
+        self._places[name] = room.data_ptr()
+        return room.T
+
+    def new_state(self) -> State:
+        """Room for states, leaves `[C, B, N, …]`."""
+        found: list[int] = []
+
+        def leaf_room(leaf: Leaf) -> Tensor:
+            room = torch.empty((*self._shape, *leaf.shape), dtype=leaf.dtype, device=CPU)
+            found.extend(_numbers(room.data_ptr(), room, leaf.shape))
+            return room
+
+        state: State = map_state(leaf_room, self._kernel.signature.state)
+        self._hold("state_out", (VOID * len(found))(*found))
+        return state
+
+    def new_weights(self) -> tuple[Weights, Families]:
+        """Room for weights and families of particles."""
+        real, per_row = self._kernel.dtype, {}
+        for name in ("ess_out", "noise_out"):
+            per_row[name] = torch.empty(self._shape[:2], dtype=real, device=CPU)
+            self._places[name] = per_row[name].data_ptr()
+        return (
+            Weights(self.new("weights_out", real), per_row["ess_out"]),
+            Families(self.new("founders_out", torch.int32), per_row["noise_out"]),
+        )
+
+    def run(self, settings: ParticleFilter, parts: int, steps: int, key: int) -> bool:
+        """Run the kernel; whether that went well. All its random numbers come from the key."""
+        if not self._readable:
+            return False
+        self._hold("keys", (ctypes.c_uint64 * 3)(key, key, key))
+        _, B, N = self._shape
+        return self._kernel.execute(settings, parts, B, steps, N, self._places) == 0
+
+
+def _numbers(first: int, leaf: Tensor, event: torch.Size) -> list[int]:
+    """Where each number of the state begins in a leaf `[C, B, N, *event]`."""
+    size = leaf.element_size()
+    return [first + k * size for k in range(event.numel())]

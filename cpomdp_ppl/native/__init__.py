@@ -1,0 +1,1 @@
+"""Programs as scalar expressions, and C code that computes them."""
