@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 B, ITERATIONS = 200, 800
 PHASES = ("rollout", "likelihood", "gradient")
-TARGET = {"EKF": 2.0, "SMC": 3.0}  # ours / by hand
+TARGET = 1.3  # ours / by hand, with compiled filters
 SCORE = 10.57  # of the smoothed return
 RANDOM = as_schedule("random_actions", ActorCritic().random_actions)
 
@@ -161,19 +161,25 @@ def phases(learners: list[Learner | by_hand.Peer], repeats: int, warm_up: int = 
 
 
 def against_peer() -> None:
-    """An iteration, phase by phase."""
-    ekf, smc = learner(ExtendedKalmanFilter()), learner(ParticleFilter(256))
-    peer = by_hand.Peer(copied(ekf), ITERATIONS, B, RANDOM)
-    hand, *ours = phases([peer, ekf, smc], repeats=60)
+    """An iteration, phase by phase; filters compiled, and as programs are."""
+    ours = {
+        "EKF": learner(ExtendedKalmanFilter(engine="native")),
+        "SMC": learner(ParticleFilter(256, engine="native")),
+        "EKF, eager": learner(ExtendedKalmanFilter(engine="eager")),
+        "SMC, eager": learner(ParticleFilter(256, engine="eager")),
+    }
+    peer = by_hand.Peer(copied(ours["EKF"]), ITERATIONS, B, RANDOM)
+    hand, *others = phases([peer, *ours.values()], repeats=60)
+    taken = dict(zip(ours, others, strict=True))
     print(f"\nOne iteration: {B} episodes, T = 20, one thread; medians, ms\n")
     print("| who | rollout | likelihood | gradient | total |\n|---|---|---|---|---|")
     print("| by hand, EKF |" + "".join(f" {hand[p] * 1e3:.1f} |" for p in hand))
-    for name, own in zip(TARGET, ours, strict=True):
+    for name, own in taken.items():
         print(f"| **ours, {name}** |" + "".join(f" {own[p] * 1e3:.1f} |" for p in own))
-    for name, own in zip(TARGET, ours, strict=True):
+    for name, own in taken.items():
         ratios = "".join(f" {own[p] / hand[p]:.2f} |" for p in PHASES)
-        total = f" {own['total'] / hand['total']:.2f} (target: at most {TARGET[name]:g}) |"
-        print(f"| ours, {name} / by hand |" + ratios + total)
+        target = "" if name.endswith("eager") else f" (target: at most {TARGET:g})"
+        print(f"| ours, {name} / by hand |{ratios} {own['total'] / hand['total']:.2f}{target} |")
 
 
 def growth() -> None:

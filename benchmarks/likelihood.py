@@ -1,4 +1,4 @@
-"""Per-context likelihoods of LightDark: ours beside its peers, its growth, and accuracy against time.
+"""Per-context likelihoods: both engines beside their peers, model by model, growth, accuracy against time.
 
     pip install -c constraints.txt -e ".[plot,peers]"
     python benchmarks/likelihood.py
@@ -8,16 +8,24 @@ Everything runs on one thread, in one process; functions take turns, so that a s
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import light_dark_peers as peers  # first: it sets the libraries' numbers of threads
 import matplotlib
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import torch
+from light_dark_fit_peer import filtered as filtered_by_hand
+from pyro.nn import PyroParam
 from simulate import medians
+from torch.distributions import constraints
 
-from cpomdp_ppl import Episodes, RandomPolicy, simulate
+from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.context import entropy
 from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
@@ -25,7 +33,8 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
-from cpomdp_ppl.models import LightDark
+from cpomdp_ppl.learning import particle_marginal_metropolis_hastings
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 
 matplotlib.use("Agg")
 from typing import TYPE_CHECKING
@@ -36,6 +45,11 @@ from matplotlib.ticker import NullLocator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
+    from cpomdp_ppl.inference.backend import Backend
+
+ENGINES = ("native", "eager")
 REFERENCE = Path(__file__).parent.parent / "tests" / "reference" / "light_dark_dev.npz"
 PEERS = {  # name: function, share of the episodes it is given (its time is scaled up)
     "numba": (peers.numba_filter, 1),
@@ -47,21 +61,139 @@ PEERS = {  # name: function, share of the episodes it is given (its time is scal
 }
 
 
+class Ferry(CPOMDP):
+    """The model of the project's README."""
+
+    contexts = ("calm", "current left", "current right")
+    actions = ("steer left", "steer right", "take a bearing")
+    horizon = 12
+
+    def initial(self, context: Tensor) -> Tensor:
+        """Somewhere about the pier."""
+        return pyro.sample("x", dist.Normal(0.0, 2.0))
+
+    def transition(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
+        """Off with the current, and where one steers."""
+        steer = (action == 1).float() - (action == 0).float()
+        current = (context == 2).float() - (context == 1).float()
+        return pyro.sample("x", dist.Normal(state + steer + 0.5 * current, 0.2))
+
+    def observation(self, state: Tensor, action: Tensor, context: Tensor) -> None:
+        """A bearing, if one is taken."""
+        pyro.sample("z", dist.Normal(state, 0.5).mask(action == 2))
+
+    def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
+        """The nearer to the pier, the better."""
+        return -state.abs()
+
+
 def against_peers(model: LightDark, episodes: Episodes) -> None:
     """The same job for everybody: evidence, increments, belief rewards and ESS."""
     actions, z = episodes.actions.numpy(), episodes.observations["z"].numpy()
     print(f"LightDark, {len(episodes)} episodes × 2 contexts × T = {episodes.horizon}, one thread; medians\n")
-    print("| particles | who | ms | time relative to ours |\n|---|---|---|---|")
+    print("| particles | who | ms | time relative to ours, native |\n|---|---|---|---|")
     for N in (256, 1024):
-        smc = ParticleFilter(N)
-        jobs = [lambda smc=smc: smc.run(model, episodes, seed=0, moments=False)]
+        jobs = [_filtering(ParticleFilter(N, engine=engine), model, episodes) for engine in ENGINES]
         for function, share in PEERS.values():
             B = len(episodes) // share
             jobs.append(lambda f=function, B=B, N=N: f(actions[:B], z[:B], N, 0))
-        ours, *theirs = medians(jobs, repeats=7)
-        print(f"| {N} | **ours** | {ours * 1e3:.1f} | 1 |")
+        native, eager, *theirs = medians(jobs, repeats=7)
+        print(f"| {N} | **ours, native** | {native * 1e3:.1f} | 1 |")
+        print(f"| {N} | **ours, eager** | {eager * 1e3:.1f} | {eager / native:.2f} |")
         for (name, (_, share)), taken in zip(PEERS.items(), theirs, strict=True):
-            print(f"| {N} | {name} | {taken * share * 1e3:.1f} | {taken * share / ours:.2f} |")
+            print(f"| {N} | {name} | {taken * share * 1e3:.1f} | {taken * share / native:.2f} |")
+
+
+def _filtering(backend: Backend, model: CPOMDP, episodes: Episodes) -> Callable[[], object]:
+    return lambda: backend.run(model, episodes, seed=0, moments=False)
+
+
+def by_model(N: int = 256, B: int = 200) -> None:
+    """Every model of the package, and README's: what a particle's step costs in each engine."""
+    print(f"\nParticle filter, N = {N}, {B} episodes of each model's own horizon; medians\n")
+    print("| model | contexts | steps | native, ns a particle-step | eager, ns | eager / native |")
+    print("|---|---|---|---|---|---|")
+    for model in (LightDark(), LineGrid(), ContextualTiger(), Beacons(), Ferry()):
+        episodes = simulate(model, RandomPolicy(model.num_actions), B, seed=0)
+        jobs = [_filtering(ParticleFilter(N, engine=engine), model, episodes) for engine in ENGINES]
+        native, eager = medians(jobs, repeats=9)
+        C, T = model.num_contexts, model.horizon
+        each = 1e9 / (N * B * C * T)
+        times = f"{native * each:.2f} | {eager * each:.2f} | {eager / native:.1f}"
+        print(f"| {type(model).__name__} | {C} | {T} | {times} |")
+
+
+def kalman(model: LightDark, episodes: Episodes) -> None:
+    """Kalman filters. The one by hand is for this model alone, and has no checks."""
+    a, z = episodes.actions.T.contiguous(), episodes.observations["z"].T.contiguous()  # [T, B]
+    kinds = {"EKF": ExtendedKalmanFilter, "UKF": UnscentedKalmanFilter}
+    jobs: dict[str, Callable[[], object]] = {"EKF, by hand in torch": lambda: filtered_by_hand(a, z)}
+    for name, kind in kinds.items():
+        jobs |= {f"**{name}, {e}**": _filtering(kind(engine=e), model, episodes) for e in ENGINES}
+    taken = dict(zip(jobs, medians(list(jobs.values()), repeats=15), strict=True))
+    hand = next(iter(taken.values()))
+    print(f"\nKalman filters of LightDark, {len(episodes)} episodes, T = {episodes.horizon}; medians\n")
+    print("| who | ms | time relative to by hand |\n|---|---|---|")
+    for name, seconds in taken.items():
+        print(f"| {name} | {seconds * 1e3:.2f} | {seconds / hand:.2f} |")
+
+
+def online(model: LightDark, episode: Episodes, repeats: int = 9) -> None:
+    """One step of a filter that follows one episode as it happens."""
+    steps = list(zip(episode.actions[0].tolist(), episode.observations["z"][0].tolist(), strict=True))
+
+    def seconds_a_step(backend: Backend) -> float:
+        follower = backend.online(model, seed=0)
+        start = time.perf_counter()
+        for action, z in steps:
+            follower.observe(action, {"z": z} if action == peers.OBSERVE else None)
+        return (time.perf_counter() - start) / len(steps)
+
+    print("\nOne step of `OnlineFilter`, one episode of LightDark; medians\n")
+    print("| filter | native, µs | eager, µs | eager / native |\n|---|---|---|---|")
+    kinds: dict[str, Callable[[str], Backend]] = {
+        "SMC, N = 256": lambda engine: ParticleFilter(256, engine=engine),
+        "SMC, N = 4096": lambda engine: ParticleFilter(4096, engine=engine),
+    }
+    for name, kind in kinds.items():
+        taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+        for k in range(repeats + 1):
+            for engine, found in taken.items():
+                seconds = seconds_a_step(kind(engine))
+                if k > 0:  # the first of all may compile
+                    found.append(seconds)
+        native, eager = (statistics.median(found) for found in taken.values())
+        print(f"| {name} | {native * 1e6:.0f} | {eager * 1e6:.0f} | {eager / native:.1f} |")
+
+
+def sampling(episodes: Episodes, iterations: int = 60, repeats: int = 3) -> None:
+    """Particle marginal Metropolis–Hastings of LightDark's three variances, a whole call."""
+    guesses = {"process_variance": 0.3, "light_variance": 3.0, "dark_variance": 4.0}
+    model = LightDark(**{k: PyroParam(torch.tensor(v), constraints.positive) for k, v in guesses.items()})
+    prior = {name: dist.LogNormal(0.0, 2.0) for name in guesses}
+
+    def job(engine: str) -> Callable[[], object]:
+        return lambda: particle_marginal_metropolis_hastings(
+            model,
+            episodes,
+            prior,
+            likelihood=ParticleFilter(256, engine=engine),
+            chains=1,
+            draws=iterations // 2,
+            warm_up=iterations // 2,
+            seed=0,
+            progress=False,
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that so short a chain is not good is not what is measured here
+        native, eager = medians([job(engine) for engine in ENGINES], repeats)
+    print(f"\nPMMH of LightDark's variances, {len(episodes)} episodes, N = 256, one chain; medians\n")
+    print(f"A whole call of {iterations} iterations, with compiling and the replicates in the end.\n")
+    print("| engine | iterations a second |\n|---|---|")
+    for engine, seconds in zip(ENGINES, (native, eager), strict=True):
+        print(f"| {engine} | {iterations / seconds:.1f} |")
+    print(f"| native / eager | {eager / native:.1f} |")
 
 
 class ManyContexts(LightDark):
@@ -136,7 +268,12 @@ def accuracy(model: LightDark) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     model, policy = LightDark(), RandomPolicy(3)
-    against_peers(model, simulate(model, policy, 200, seed=0))
+    episodes = simulate(model, policy, 200, seed=0)
+    against_peers(model, episodes)
+    by_model()
+    kalman(model, episodes)
+    online(model, episodes[:1])
+    sampling(episodes)
     growth(policy)
     accuracy(model)
 

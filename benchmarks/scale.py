@@ -20,6 +20,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Never
 
 import pyro
@@ -148,13 +149,12 @@ def timed(work: Callable[[], object]) -> Measured:
     return Measured(seconds, processor, peak_memory(), LIBRARIES)
 
 
-def filtered(size: Size) -> Measured:
+def filtered(size: Size, engine: str = "auto") -> Measured:
     """Filter episodes of this size, as a user would."""
     torch.set_num_threads(1)
-    model, smc, policy = Currents(size.C, size.T), ParticleFilter(size.N), RandomPolicy(2)
-    short = Currents(size.C, 2)  # whatever is done only once is not part of the time
-    smc.run(short, simulate(short, policy, min(size.B, 4), seed=0), seed=0)
+    model, smc, policy = Currents(size.C, size.T), ParticleFilter(size.N, engine=engine), RandomPolicy(2)
     episodes = simulate(model, policy, size.B, seed=0)
+    smc.run(model, episodes[:4].truncated(2), seed=0)  # what is done only once is not part of the time
     return timed(lambda: smc.run(model, episodes, seed=0))
 
 
@@ -227,6 +227,21 @@ def growth(centre: Size, factors_of: tuple[str, ...], repeats: int, progress: tq
     return whole
 
 
+def engines(size: Size, progress: tqdm[Never]) -> None:
+    """The same by both engines, each in a process of its own."""
+    print(f"\n### {size}, compiled and as programs are\n")
+    print("| engine | time, s | processor time, s | memory, MiB | for the work |\n|---|---|---|---|---|")
+    taken = []
+    for engine in ("native", "eager"):
+        (found,) = in_turn(partial(filtered, engine=engine), [size], 1, progress)
+        taken.append(found)
+        times = f"{found.seconds:.2f} | {found.processor:.2f} | {found.peak:.0f} | {found.own:.0f}"
+        print(f"| {engine} | {times} |")
+    native, eager = taken
+    ratios = [eager.seconds / native.seconds, eager.processor / native.processor, eager.peak / native.peak]
+    print("| eager / native |" + "".join(f" {ratio:.1f} |" for ratio in ratios) + " |")
+
+
 def million(size: Size, progress: tqdm[Never]) -> float:
     """Very many particles on one episode. Returns how many standard errors they are off, at worst."""
     with fresh_process() as process:
@@ -264,7 +279,7 @@ def main() -> None:
     base, full, many = QUICK if arguments.quick else (BASE, FULL, MILLION)
     drawn = [Size(full.C, 1, full.T, B) for B in ((1_000, 2_000) if arguments.quick else (10_000, 20_000))]
     drawn.append(replace(drawn[-1], C=2))
-    total = 9 * arguments.repeats + 5 * arguments.full_repeats + 1 + len(drawn)
+    total = 9 * arguments.repeats + 5 * arguments.full_repeats + 2 + 1 + len(drawn)
     progress: tqdm[Never] = tqdm(total=total, desc="scale")
     with progress:
         print("One thread. Memory is the peak of a fresh process, with Python, torch and Pyro in it.")
@@ -272,6 +287,7 @@ def main() -> None:
         whole = growth(full, ("halved",), arguments.full_repeats, progress)
         verdict = "under" if whole.peak < LIMIT else "NOT under"
         print(f"\n{full}: peak memory {whole.peak:.0f} MiB, {verdict} {LIMIT / 1024:g} GiB.")
+        engines(full, progress)
         off = million(many, progress)
         memory_of_simulate(drawn, progress)
     if whole.peak >= LIMIT:

@@ -210,9 +210,8 @@ class Episodes:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Any) -> Episodes:
-        return Episodes(
-            **{field.name: map_state(function, getattr(self, field.name)) for field in fields(self)}
-        )
+        parts = {field.name: map_state(function, getattr(self, field.name)) for field in fields(self)}
+        return Episodes(**parts, zeroed=True)  # as they are: nothing is left to be looked for, or filled
 
     def truncated(self, lengths: Tensor | int) -> Episodes:
         """The same episodes cut short: no longer than `lengths` (a number, or `[B]`)."""

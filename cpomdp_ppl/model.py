@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pyro
@@ -115,7 +116,7 @@ class CPOMDP(PyroModule):
     @property
     def device(self) -> torch.device:
         """Where the model's constants live."""
-        for tensor in (*self.parameters(), *self.buffers()):
+        for tensor in chain(self.parameters(), self.buffers()):
             return tensor.device
         return torch.get_default_device()
 

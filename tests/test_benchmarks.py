@@ -113,6 +113,7 @@ def test_a_script_that_does_not_say_what_it_shows_is_not_run(scripts, capfd, hea
 )
 def test_verdicts_on_scale_are_exit_codes(monkeypatch, capsys, peak, off, verdict):
     monkeypatch.setattr(scale, "growth", lambda *_: scale.Measured(1.0, 1.0, peak, 0.5))
+    monkeypatch.setattr(scale, "engines", lambda *_: None)
     monkeypatch.setattr(scale, "million", lambda *_: off)
     monkeypatch.setattr(scale, "memory_of_simulate", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["scale.py"])
@@ -138,6 +139,40 @@ def test_memory_is_compared_without_that_of_libraries(monkeypatch, capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| contexts")]
     assert rows[0].endswith("| 500 | 200 | 2.00 |")
     assert len(sizes) == 5
+
+
+def test_engines_are_compared_in_processes_of_their_own(monkeypatch, capsys):
+    """Of the eager one, five times the seconds, four times the processor's, and half as much memory again."""
+    given = []
+
+    def measured(work, sizes, repeats, progress):
+        given.append((work.keywords["engine"], *sizes, repeats))
+        eager = work.keywords["engine"] == "eager"
+        return [scale.Measured(10.0, 8.0, 450.0, 200.0) if eager else scale.Measured(2.0, 2.0, 300.0, 200.0)]
+
+    monkeypatch.setattr(scale, "in_turn", measured)
+    scale.engines(scale.BASE, None)
+    assert given == [("native", scale.BASE, 1), ("eager", scale.BASE, 1)]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert rows[2] == "| native | 2.00 | 2.00 | 300 | 100 |"
+    assert rows[4] == "| eager / native | 5.0 | 4.0 | 1.5 | |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "eager"])
+def test_filtering_is_measured_by_the_engine_that_is_asked_for(monkeypatch, engine):
+    asked = []
+    run = scale.ParticleFilter.run
+
+    def noted(self, *arguments, **options):
+        asked.append(self.engine)
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(scale.ParticleFilter, "run", noted)
+    monkeypatch.setattr(scale.torch, "set_num_threads", lambda _: None)  # those of the other tests
+    found = scale.filtered(scale.Size(2, 8, 3, 4), engine)
+    assert asked == [engine, engine]
+    assert found.peak >= found.libraries > 0
 
 
 def test_the_page_is_written_after_each_script(scripts):

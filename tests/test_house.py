@@ -93,6 +93,7 @@ MAY_TOUCH_THE_DISK = {
     "cpomdp_ppl.native.cache": "compiled libraries that are kept",
     "cpomdp_ppl.native.compiler": "what the C compiler reads and writes",
     "solvers.cids.solution": "solutions that are saved",
+    "cpomdp_ppl.native.prelude": "C texts that come with the package",
     "solvers.cids.group": "in memory: what processes send each other",
 }
 

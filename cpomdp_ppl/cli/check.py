@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from cpomdp_ppl.cli.command import FAILED, OK, Command
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.cli.options import many, model_arguments
-from cpomdp_ppl.errors import ModelError
+from cpomdp_ppl.errors import CompilerError, ModelError, UnsupportedModelError
+from cpomdp_ppl.inference import ParticleFilter
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 
 def check(options: Namespace) -> int:
-    """Say what is wrong with a model, if anything."""
+    """Say what is wrong with a model, if anything, and which engine runs it."""
     model = ModelSpec.of([options.model, *options.arguments]).build(check=False)
     try:
         model.check()
@@ -25,6 +26,11 @@ def check(options: Namespace) -> int:
         f"{type(model).__name__}: no faults in {many(model.num_contexts, 'context')}, "
         f"{many(model.num_actions, 'action')}, {many(model.horizon, 'step')}"
     )
+    try:
+        ParticleFilter(engine="native").kernel(model)
+        print("engine: native; the particle filter runs these programs compiled")
+    except (CompilerError, UnsupportedModelError) as error:
+        print(f"engine: eager; {error}")
     return OK
 
 

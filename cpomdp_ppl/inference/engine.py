@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import pyro
@@ -47,19 +47,21 @@ class Parameter:
     """A learned constant, which is an input of kernels.
 
     Attributes:
-        module: The module that it belongs to; None for one that is in Pyro's param store alone.
+        module: Gives the module that it belongs to, without keeping it alive; None for one that is in Pyro's
+            param store alone.
         key: Its name there.
         stored: Its name in the param store, which is asked first; None if it is not asked.
     """
 
-    module: Module | None
+    module: ref[Module] | None
     key: str
     stored: str | None
 
     def tensor(self) -> Tensor | None:
         """Its present value, without the constraint; None if it is gone."""
         found = None if self.stored is None else pyro.get_param_store()._params.get(self.stored)
-        return found if found is not None or self.module is None else self.module._parameters.get(self.key)
+        module = None if self.module is None else self.module()
+        return found if found is not None or module is None else module._parameters.get(self.key)
 
 
 class Parameters:
@@ -86,7 +88,7 @@ class Parameters:
                 stored = f"{name}.{plain}".lstrip(".") if plain in constrained else None
                 of_modules.add(f"{name}.{plain}".lstrip("."))
                 if value is not None:
-                    self.found.append(Parameter(module, key, stored))
+                    self.found.append(Parameter(ref(module), key, stored))
         # Pyro also keeps the parameters of plain modules, as "layer$$$weight", but they use their own.
         others = {name for name in pyro.get_param_store()._params if "$$$" not in name} - of_modules
         self.found += [Parameter(None, name, name) for name in sorted(known & others)]

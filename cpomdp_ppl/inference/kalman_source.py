@@ -49,7 +49,9 @@ def kalman_source(model: GaussianModel, C: int, A: int, extended: bool) -> tuple
         functions.table("moves", model.transition),
         functions.table("rewards", model.reward, at_many=True),
         functions.sights("sights", model.observation, model.flag_of),
-        functions.sights("first_sights", first or model.observation, model.flag_of, by_action=False),
+        "static const Variant first_sights[] = {{NULL, 0, 0}};"
+        if first is None
+        else functions.sights("first_sights", first, model.flag_of, by_action=False),
     ]
     head = [
         f"#define EXTENDED {int(extended)}",

@@ -7,7 +7,6 @@ import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,17 +14,21 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.filtering import Filtering
+from cpomdp_ppl.inference.kernel_cloud import Layout, array_of
 from cpomdp_ppl.inference.resampling import SCHEMES as SCHEMES_BY_NAME
 from cpomdp_ppl.inference.traced import TracedModel, trace_model
 from cpomdp_ppl.native.c_code import type_of
 from cpomdp_ppl.native.compiler import compiled
 from cpomdp_ppl.native.expressions import KIND_OF, Graph
 from cpomdp_ppl.native.kernel import Source
-from cpomdp_ppl.native.prelude import prelude, program_declarations
+from cpomdp_ppl.native.prelude import c_text, prelude, program_declarations
+from cpomdp_ppl.native.recording import unwatched
 from cpomdp_ppl.rng import fresh_seed
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.engine import Parameters
     from cpomdp_ppl.inference.observed import Observed
@@ -38,6 +41,9 @@ SCHEMES = ("systematic", "stratified", "multinomial", "residual")
 
 RESAMPLE, MOVE, WEIGH, REWARD = 1, 2, 4, 8
 """Parts of a step."""
+
+NOT_COMPILED = 4
+"""The status of a batch in which a site was not observed that others depend on, and that takes other code."""
 
 WORK_FOR_A_THREAD = 2**18
 """Particle-steps below which a further thread is not worth its start."""
@@ -60,6 +66,9 @@ POINTERS = (
 )
 """Arrays that a task has, in the order of filter.c."""
 
+MOST_LAYOUTS = 64
+"""Layouts of clouds that are kept, for numbers of episodes and particles that come again."""
+
 I64, F64, VOID = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -76,7 +85,7 @@ class Task(ctypes.Structure):
 @cache
 def _driver(real: str) -> Any:
     """The filter itself, in a precision of weights: the same for all models."""
-    text = files("cpomdp_ppl.inference").joinpath("filter.c").read_text(encoding="utf-8")
+    text = c_text("filter.c", "cpomdp_ppl.inference")
     precision = f"typedef {real} real;\n#define R(name) m_##name{'##_d' if real == 'f64' else ''}"
     function = compiled("\n".join([prelude(), program_declarations(), precision, text])).filter_rows
     function.restype = ctypes.c_int
@@ -103,9 +112,10 @@ class FilterKernel:
         self.num_contexts = model.num_contexts
         kinds = {e.kind for e in self.traced.initial.outputs} | {KIND_OF[torch.get_default_dtype()]}
         self.dtype = torch.float64 if "f64" in kinds else torch.float32
-        self.source, constants = _written(
-            self.traced, model.num_contexts, model.num_actions, KIND_OF[self.dtype]
-        )
+        with unwatched():
+            self.source, constants = _written(
+                self.traced, model.num_contexts, model.num_actions, KIND_OF[self.dtype]
+            )
         self._constants = np.array([*constants, 0.0])
         self._tables = [np.ascontiguousarray(table) for table in graph.tables]
         self._table_places = np.array([table.ctypes.data for table in self._tables] + [0], np.uint64)
@@ -115,8 +125,8 @@ class FilterKernel:
 
     def run(
         self, settings: ParticleFilter, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool
-    ) -> Filtering | None:
-        """Filter a batch of episodes; None if it has to be done eagerly, which will say what is wrong."""
+    ) -> Filtering | int:
+        """Filter a batch of episodes; if that has to be done eagerly, a status of filter.c that says why."""
         B, T, C = len(episodes), episodes.horizon, self.num_contexts
         generator = torch.Generator().manual_seed(fresh_seed(seed))
         first = episodes.initial_observations is not None
@@ -132,8 +142,9 @@ class FilterKernel:
         out |= {"ess": self._reals(B, T, C), "error": self._reals(B, C)}
         if moments:
             out |= {name: self._reals(B, T + 1, C, len(self.traced.bounds)) for name in ("mean", "variance")}
-        if self._call(settings, RESAMPLE | MOVE | WEIGH | REWARD, settings.num_particles, given, out):
-            return None
+        status = self._call(settings, RESAMPLE | MOVE | WEIGH | REWARD, settings.num_particles, given, out)
+        if status:
+            return status
         mean, variance = (self._as_state(out.get(name), (B, T + 1, C)) for name in ("mean", "variance"))
         return Filtering(
             increments=out["increments"],
@@ -221,6 +232,8 @@ class FilterKernel:
         return {name: array.ctypes.data for name, array in arrays.items()}
 
     def _threads(self, num_episodes: int, work: int) -> int:
+        if num_episodes == 1:
+            return 1
         useful = min(num_episodes, math.ceil(num_episodes * work / WORK_FOR_A_THREAD))
         return max(1, min(torch.get_num_threads(), useful))
 
@@ -235,17 +248,35 @@ class FilterKernel:
         joined = (torch.cat(values, -1), torch.cat(flags, -1)) if len(values) > 1 else (values[0], flags[0])
         return joined[0].contiguous(), joined[1].contiguous()
 
+    def layout(self, B: int, N: int) -> Layout:
+        """Where the kernel leaves a cloud of N particles for each of B episodes."""
+        found = self._layouts.get((B, N))
+        if found is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[B, N] = Layout(self.signature, (self.num_contexts, B, N), self.dtype)
+        return found
+
+    @cached_property
+    def masks(self) -> dict[int | None, Mapping[str, Tensor]]:
+        """Room to note what the programs show after every action; see `NativeSMC.known_masks`."""
+        return {}
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int], Layout]:
+        return {}
+
     def packed_one(self, observed: Observed) -> tuple[ctypes.Array[Any], ctypes.Array[Any]]:
         """As `packed`, of one step of one episode: several times sooner than by tensors."""
         numbers: list[float] = []
         flags: list[bool] = []
         for name, site in self.traced.sites.items():
             value = observed.observations[name]
-            numbers += (value if site.dtype.is_floating_point else value.long()).flatten().tolist()
-            flags += observed.observed[name].flatten().tolist()
-        values = (F64 * len(numbers))()
+            numbers += _listed(value if site.dtype.is_floating_point else value.long())
+            flags += _listed(observed.observed[name])
+        values = array_of(F64, len(numbers))()
         self._layout.pack_into(values, 0, *numbers)
-        return values, (ctypes.c_uint8 * len(flags))(*flags)
+        return values, array_of(ctypes.c_uint8, len(flags))(*flags)
 
     @cached_property
     def _layout(self) -> struct.Struct:
@@ -268,6 +299,12 @@ def scheme_name(resampling: Any) -> str | None:
     if isinstance(resampling, str):
         return resampling
     return next((name for name, scheme in SCHEMES_BY_NAME.items() if scheme == resampling), None)
+
+
+def _listed(tensor: Tensor) -> list[Any]:
+    """All numbers of a tensor."""
+    numbers: list[Any] = (tensor if tensor.dim() == 1 else tensor.flatten()).tolist()
+    return numbers
 
 
 def _written(traced: TracedModel, C: int, A: int, real: str) -> tuple[str, list[float]]:

@@ -6,7 +6,6 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from cpomdp_ppl.inference.traced_gaussian import GaussianModel, trace_gaussian
 from cpomdp_ppl.native.compiler import compiled
 from cpomdp_ppl.native.expressions import KIND_OF, Graph, Untraceable, inputs_of
 from cpomdp_ppl.native.operations import array
-from cpomdp_ppl.native.prelude import prelude
+from cpomdp_ppl.native.prelude import c_text, prelude
 from cpomdp_ppl.native.tracing import ENGINE_AXES, Argument
 from cpomdp_ppl.state import map_state
 
@@ -85,7 +84,7 @@ class KalmanSettings:
 
 @cache
 def _driver() -> str:
-    return files("cpomdp_ppl.inference").joinpath("kalman.c").read_text(encoding="utf-8")
+    return c_text("kalman.c", "cpomdp_ppl.inference")
 
 
 class KalmanKernel:
@@ -257,18 +256,13 @@ def _traced(
         part: {name: value for name, value in known.items() if name in others}  # type: ignore[attr-defined]
         for part, known in store.get_state().items()
     }
-    try:
-        # Modules would take parameters from the store in the precision that they have there.
-        with double_precision(), store.scope(state):
-            copy = in_double_precision(model)
-            learned = _learned(model, copy, parameters, graph)
-            traced = trace_gaussian(copy, signature, learned, graph, extended)
-        if copy is not model:
-            _run_once(model, signature)
-    except Untraceable:
-        raise
-    except Exception as error:  # whatever is wrong, the eager filter says it better, or has another way
-        raise Untraceable(f"in double precision, a program does not run: {error}") from error
+    # Modules would take parameters from the store in the precision that they have there.
+    with double_precision(), store.scope(state):
+        copy = in_double_precision(model)
+        learned = _learned(model, copy, parameters, graph)
+        traced = trace_gaussian(copy, signature, learned, graph, extended)
+    if copy is not model:
+        _run_once(model, signature)
     if _room(traced) > LARGEST:
         raise Untraceable("states and observations are large enough for matrix libraries")
     return traced, None if copy is model else copy
@@ -302,7 +296,7 @@ def _learned(model: CPOMDP, copy: CPOMDP, parameters: Parameters, graph: Graph) 
             raise Untraceable(f"the parameter '{each.key}' is gone")
         found = {id(tensor): tensor}
         if each.module is not None:
-            twin = copy.get_submodule(names[id(each.module)])._parameters[each.key]
+            twin = copy.get_submodule(names[id(each.module())])._parameters[each.key]
             assert twin is not None
             found[id(twin)] = twin
         for place in found.values():

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
+from cpomdp_ppl.inference.cloud import Ancestors
+from cpomdp_ppl.inference.kernel_cloud import KernelCloud, array_of
 from cpomdp_ppl.inference.native_filter import I64, MOVE, RESAMPLE, REWARD, VOID, WEIGH
 from cpomdp_ppl.inference.particle_filter import SMC
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from cpomdp_ppl.inference.cloud import Cloud
     from cpomdp_ppl.inference.native_filter import FilterKernel
     from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.inference.particle_filter import ParticleFilter
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 
+DRAWN_AT_ONCE = 64
+"""Keys that are drawn together."""
 
-@dataclass(frozen=True)
-class Outcome:
+
+class Outcome(NamedTuple):
     """What the kernel made of a cloud.
 
     Attributes:
@@ -43,6 +46,39 @@ class Outcome:
     cloud: Cloud
     increment: Tensor
     ancestors: Tensor | None
+
+
+class Keys:
+    """Random numbers one by one, those of a generator of its own, but drawn many at a time.
+
+    Args:
+        seed: Seed of the generator.
+
+    Attributes:
+        position: How many were taken. It can be put back, to take the same ones again.
+
+    Examples:
+        >>> keys = Keys(0)
+        >>> first = keys.take()
+        >>> first == int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(0)))
+        True
+        >>> keys.position = 0
+        >>> keys.take() == first
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.position = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[int] = []
+
+    def take(self) -> int:
+        """The next number, from 0 to 2**62 - 1."""
+        if self.position == len(self._drawn):
+            more = torch.randint(2**62, (DRAWN_AT_ONCE,), generator=self._generator, device=CPU)
+            self._drawn += more.tolist()
+        self.position += 1
+        return self._drawn[self.position - 1]
 
 
 class NativeSMC(SMC):
@@ -57,8 +93,8 @@ class NativeSMC(SMC):
         kernel: Gives the kernel of the model as it is now; None if it has none any more.
 
     Attributes:
-        generator: Where random numbers come from; None for torch's own. With a generator, the recursion needs
-            no `inference_scope` around it.
+        keys: Where random numbers come from; None for torch's generator. With keys of its own, the recursion
+            needs no `inference_scope` around it.
     """
 
     def __init__(
@@ -68,16 +104,14 @@ class NativeSMC(SMC):
         assert current is not None
         super().__init__(model, settings, current.signature)
         self._settings = settings
-        self.generator: torch.Generator | None = None
+        self.keys: Keys | None = None
 
     def scope(self) -> AbstractContextManager[None]:
         """Where programs can run, and go on with random numbers of this recursion."""
-        if self.generator is None:
-            return nullcontext()
-        return inference_scope(self.model, self._number(2**32))
+        return nullcontext() if self.keys is None else inference_scope(self.model, self.keys.take() % 2**32)
 
-    def _number(self, most: int) -> int:
-        return int(torch.randint(most, (), generator=self.generator, device=CPU))
+    def _key(self) -> int:
+        return int(torch.randint(2**62, (), device=CPU)) if self.keys is None else self.keys.take()
 
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
@@ -134,7 +168,7 @@ class NativeSMC(SMC):
             memory.take_state(self.signature.broadcast(states, shape))
             memory.take_actions(action, None)
             moved = memory.new_state()
-            if memory.run(self._settings, MOVE, 1, self._number(2**62)):
+            if memory.run(self._settings, MOVE, 1, self._key()):
                 return moved
         with self.scope():
             return super().move_states(states, action)
@@ -151,13 +185,23 @@ class NativeSMC(SMC):
         with self.scope():
             return super().expected_reward(cloud, action)
 
+    def known_masks(self) -> dict[int | None, Mapping[str, Tensor]] | None:
+        """Room to note what the model, as it is now, shows of one episode after every action.
+
+        None if masks may depend on more: on what else was observed, or on what is learned.
+        """
+        kernel = self._settings.kernel(self.model)
+        if kernel is None or kernel.parameters.found or self.signature.dependencies.mask_parents:
+            return None
+        return kernel.masks
+
     def _memory(self, B: int, N: int) -> _Memory | None:
         kernel = self._settings.kernel(self.model)
         return None if kernel is None else _Memory(kernel, B, N)
 
     def _from(self, cloud: Cloud, parts: int, observed: Observed) -> Outcome | None:
         """Take a cloud through parts of a step."""
-        _, B, N = cloud.weights.values.shape
+        _, B, N = cloud.shape
         return self._run(B, N, parts, cloud, observed.action, observed.alive, observed)
 
     def _run(
@@ -176,23 +220,22 @@ class NativeSMC(SMC):
             return None
         steps = int(action is not None or bool(parts & RESAMPLE))
         when = "" if steps else "first_"
-        if before is not None:
+        resampled: Tensor | None = None  # None for what the kernel will say
+        if before is None:
+            resampled = torch.zeros(self.model.num_contexts, B, dtype=torch.bool, device=CPU)
+        else:
             memory.take_cloud(before)
+            if not parts & RESAMPLE:
+                resampled = before.resampled
         if steps:
             memory.take_actions(action, alive)
         if parts & WEIGH:
             assert observed is not None
             memory.take_observations(observed, when)
-        if parts & RESAMPLE:
-            resampled = memory.new_rows("resampled", torch.bool)
-        elif before is not None:
-            resampled = before.resampled
-        else:
-            resampled = torch.zeros(self.model.num_contexts, B, dtype=torch.bool, device=CPU)
         increment = memory.new_rows("increments" if steps else "first_increment", torch.float64)
         ancestors = memory.new("ancestors", torch.int32) if parts == RESAMPLE else None
-        cloud = Cloud(memory.new_state(), *memory.new_weights(), resampled)
-        done = memory.run(self._settings, parts, steps, self._number(2**62))
+        cloud = memory.new_cloud(resampled)
+        done = memory.run(self._settings, parts, steps, self._key())
         return Outcome(cloud, increment, ancestors) if done else None
 
 
@@ -229,10 +272,10 @@ class _Memory:
         """What is done, `[B]`, and which episodes go on, `[B]`: all, if that is not said."""
         B = self._shape[1]
         if action is None:
-            self._hold("actions", (I64 * B)())
+            self._hold("actions", array_of(I64, B)())
         else:
             self._take("actions", action, torch.int64, (B,))
-        self._hold("lengths", (I64 * B)(*([1] * B if alive is None else alive.tolist())))
+        self._hold("lengths", array_of(I64, B)(*([1] * B if alive is None else alive.tolist())))
 
     def take_state(self, state: State) -> None:
         """States, leaves `[C, B, N, …]`."""
@@ -240,10 +283,14 @@ class _Memory:
         for (_, leaf), (event, dtype) in zip(leaves(state), self._kernel.traced.leaves, strict=True):
             first = self._take("state_in", leaf, dtype, (*self._shape, *event))
             found += _numbers(first, leaf, event)
-        self._hold("state_in", (VOID * len(found))(*found))
+        self._hold("state_in", array_of(VOID, len(found))(*found))
 
     def take_cloud(self, cloud: Cloud) -> None:
         """Particles with their weights and families."""
+        layout = self._kernel.layout(self._shape[1], self._shape[2])
+        if isinstance(cloud, KernelCloud) and vars(cloud).get("layout") is layout:
+            self._held.append(layout.places(cloud.block, "in", self._places))
+            return
         weights, families, real, shape = cloud.weights, cloud.families, self._kernel.dtype, self._shape
         self.take_state(cloud.state)
         self._take("weights_in", weights.values, real, shape)
@@ -272,9 +319,9 @@ class _Memory:
     def new_rows(self, name: str, dtype: torch.dtype) -> Tensor:
         """Room for a number of every row, `[C, B]`, which the kernel has as `[B, C]`."""
         C, B, _ = self._shape
-        room = torch.empty((B, C), dtype=dtype, device=CPU)
+        room = torch.empty((C, 1) if B == 1 else (B, C), dtype=dtype, device=CPU)
         self._places[name] = room.data_ptr()
-        return room.T
+        return room if B == 1 else room.T
 
     def new_state(self) -> State:
         """Room for states, leaves `[C, B, N, …]`."""
@@ -286,25 +333,23 @@ class _Memory:
             return room
 
         state: State = map_state(leaf_room, self._kernel.signature.state)
-        self._hold("state_out", (VOID * len(found))(*found))
+        self._hold("state_out", array_of(VOID, len(found))(*found))
         return state
 
-    def new_weights(self) -> tuple[Weights, Families]:
-        """Room for weights and families of particles."""
-        real, per_row = self._kernel.dtype, {}
-        for name in ("ess_out", "noise_out"):
-            per_row[name] = torch.empty(self._shape[:2], dtype=real, device=CPU)
-            self._places[name] = per_row[name].data_ptr()
-        return (
-            Weights(self.new("weights_out", real), per_row["ess_out"]),
-            Families(self.new("founders_out", torch.int32), per_row["noise_out"]),
-        )
+    def new_cloud(self, resampled: Tensor | None) -> Cloud:
+        """Room for a cloud; `resampled` if that is known already."""
+        layout = self._kernel.layout(self._shape[1], self._shape[2])
+        block = torch.empty(layout.size, dtype=torch.uint8, device=CPU)
+        self._held.append(layout.places(block, "out", self._places))
+        if resampled is None:
+            self._places["resampled"] = block.data_ptr() + layout.resampled.offset
+        return KernelCloud.within(block, layout, resampled)
 
     def run(self, settings: ParticleFilter, parts: int, steps: int, key: int) -> bool:
         """Run the kernel; whether that went well. All its random numbers come from the key."""
         if not self._readable:
             return False
-        self._hold("keys", (ctypes.c_uint64 * 3)(key, key, key))
+        self._hold("keys", array_of(ctypes.c_uint64, 3)(key, key, key))
         _, B, N = self._shape
         return self._kernel.execute(settings, parts, B, steps, N, self._places) == 0
 

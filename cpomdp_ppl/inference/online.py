@@ -13,7 +13,7 @@ from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inference_scope, require_real, require_real_moments
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
-from cpomdp_ppl.inference.native_recursion import NativeSMC
+from cpomdp_ppl.inference.native_recursion import Keys, NativeSMC
 from cpomdp_ppl.inference.persistence import Persistent
 from cpomdp_ppl.inference.step_arguments import StepArguments
 from cpomdp_ppl.policy import Percept
@@ -33,7 +33,7 @@ class OnlineFilter:
     """A filter that follows B episodes as they happen.
 
     Fed the steps of a batch, it gives the numbers that `run` gives for the batch (under the same seed, if the
-    batch is handled at once). An episode that has lost all particles is filtered again from its start with
+    batch is handled at once, and by one engine). An episode that has lost all particles is filtered again from its start with
     more of them, of which as many are drawn as there were.
 
     Args:
@@ -81,19 +81,15 @@ class OnlineFilter:
         number = fresh_seed(seed)
         with inference_scope(model, number):
             self._recursion = backend.recursion(model)
+            self._keys = None
             if isinstance(self._recursion, NativeSMC):
-                self._recursion.generator = torch.Generator().manual_seed(number)
+                self._keys = self._recursion.keys = Keys(number)
             self._filter = Persistent(backend, self._recursion, self.prior)
             self._track = self._filter.start(num_episodes)
-            self._random_state = self._generator.get_state()
+            # Where random numbers go on: a step that fails, and a copy that is made, must not move it.
+            self._randomness: Any = torch.get_rng_state() if self._keys is None else self._keys.position
         self._arguments = StepArguments(model, self._recursion.signature, num_episodes)
         self.latest = blind(self._recursion.signature, num_episodes, model.device)
-
-    @property
-    def _generator(self) -> torch.Generator:
-        """Where the recursion takes its random numbers from."""
-        own = self._recursion.generator if isinstance(self._recursion, NativeSMC) else None
-        return torch.default_generator if own is None else own
 
     def observe(
         self,
@@ -125,22 +121,22 @@ class OnlineFilter:
         seen = self._arguments.read(time, action, {} if observations is None else observations, observed)
         if complete:
             self._require_complete(seen)
-        if isinstance(self._recursion, NativeSMC):
+        if self._keys is not None:  # it will enter a scope itself, should it have to
+            self._keys.position = self._randomness
             self._take_in(seen)
+            self._randomness = self._keys.position
         else:
             with inference_scope(self.model, 0):
+                torch.set_rng_state(self._randomness)
                 self._take_in(seen)
+                self._randomness = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
         self._begun = True
         self.time += action is not None
 
     def _take_in(self, seen: Observed) -> None:
-        """Go on from where the random numbers were; a step that fails leaves no trace."""
-        generator = self._generator
-        generator.set_state(self._random_state)
         take_in = self._filter.condition if seen.action is None else self._filter.step
         self._track, _ = take_in(self._track, seen)
-        self._random_state = generator.get_state()
 
     @property
     def belief(self) -> Any:
@@ -199,10 +195,7 @@ class OnlineFilter:
         if not missing:
             return
         given = {site: value for site, value in seen.observations.items() if site not in missing}
-        contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
-        with inference_scope(self.model, 0), poutine.condition(data=given):
-            programs = Generative(self.model)
-            shown = programs.observe(programs.initial(contexts), contexts, seen.action).observed
+        shown = self._shown(seen.action, given)
         for site in missing:
             lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1)
             if bool(lacking.any()):
@@ -215,6 +208,22 @@ class OnlineFilter:
                     f"{list(given) or 'nothing'}; if it was not seen all the same, say "
                     f"observed={ {**dict.fromkeys(given, True), site: False} }"
                 )
+
+    def _shown(self, action: Tensor | None, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the program shows after an action, if it shows what is given; by site, bool `[B, *plates]`."""
+        known = None
+        if isinstance(self._recursion, NativeSMC) and self.num_episodes == 1:
+            known = self._recursion.known_masks()
+        number = None if action is None else int(action[0])
+        if known is not None and number in known:
+            return known[number]
+        contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
+        with inference_scope(self.model, 0), poutine.condition(data=given):
+            programs = Generative(self.model)
+            shown = programs.observe(programs.initial(contexts), contexts, action).observed
+        if known is not None:
+            known[number] = shown
+        return shown
 
     def _place(self, c: int, b: int) -> str:
         return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"

@@ -13,8 +13,8 @@ from cpomdp_ppl.errors import UnsupportedModelError, invalid, require, require_c
 from cpomdp_ppl.inference.backend import Backend, Recursion, require_finite_result, require_same_sites
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
-from cpomdp_ppl.inference.engine import native_or_none, require_engine
-from cpomdp_ppl.inference.native_filter import FilterKernel, scheme_name
+from cpomdp_ppl.inference.engine import native_or_none, require_engine, say_once
+from cpomdp_ppl.inference.native_filter import NOT_COMPILED, FilterKernel, scheme_name
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
 from cpomdp_ppl.inference.particle_smoother import smooth
 from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
@@ -126,9 +126,18 @@ class ParticleFilter(Backend):
         if kernel is not None:
             require_same_sites(model, kernel.signature, episodes)
             found = kernel.run(self, model, episodes, seed, moments)
-            if found is not None:
+            if not isinstance(found, int):
                 return checked(model, episodes, found, allow_lost)
+            if found & NOT_COMPILED:
+                self._explain(model)
         return super()._run(model, episodes, seed, moments, allow_lost)
+
+    def _explain(self, model: CPOMDP) -> None:
+        """Say, or raise if only the native engine will do, that episodes lack what others depend on."""
+        why = "a site was not observed that others depend on, and kernels cannot sum over it"
+        if self.engine == "native":
+            raise UnsupportedModelError(f"{type(model).__name__}: {why}")
+        say_once(type(model).__name__, why)
 
     def larger(self) -> ParticleFilter | None:
         """The same with eight times as many particles, up to where that takes too long."""

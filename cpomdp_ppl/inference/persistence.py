@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+FEW = 64
+"""Of so many numbers, Python finds the sum sooner than torch."""
+
 
 def persistently(backend: Backend, attempt: Callable[[Backend], Result]) -> Result:
     """What an attempt with a backend comes to; with ever larger ones, while it loses an episode.
@@ -164,7 +167,7 @@ class Persistent:
         before = track.log_likelihood
         path = (observed,) if self._larger is None else (*track.path, observed)
         after = before + increment  # [C, B]
-        if math.isfinite(after.sum().item()):  # all is possible: no need to look closer
+        if _are_finite(after):  # all is possible: no need to look closer
             return Track(belief, after, path), increment
         lost = (self._prior.T.log() + after).amax(0) == -torch.inf
         if self._larger is not None and bool(lost.any()):
@@ -198,6 +201,12 @@ def _replayed(
         added(recursion.model, log_prior + total, step.increment, step.observed)
         total = total + step.increment
     return recursion.draw(step.after, num_draws), total
+
+
+def _are_finite(numbers: Tensor) -> bool:
+    """Whether all of `[C, B]` are; False for some that are so large that it hardly matters."""
+    few = numbers.numel() <= FEW
+    return math.isfinite(sum(map(sum, numbers.tolist())) if few else numbers.sum().item())
 
 
 def _some(observed: Observed, rows: Tensor) -> Observed:

@@ -196,10 +196,12 @@ def _plain_value(given: Any, spec: ObservationSite, flag: bool) -> Tensor | None
         return None
     if not flag:
         return torch.zeros(shape, dtype=dtype, device=CPU)
-    if dtype.is_floating_point and not math.isfinite(given.item() if given.numel() == 1 else given.sum()):
+    if given.numel() == 1 and dtype in LARGEST:
+        return _plain_number(given.item(), spec, flag)
+    if dtype.is_floating_point and not math.isfinite(given.sum().item()):
         return None
-    value = given.detach().clone()
-    return value if value.shape == shape else value.reshape(shape)
+    value = (given.detach() if given.requires_grad else given).clone()
+    return value if value.dim() == len(shape) else value.reshape(shape)
 
 
 def _plain_number(given: Any, spec: ObservationSite, flag: bool) -> Tensor | None:

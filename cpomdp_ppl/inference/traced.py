@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -182,7 +183,8 @@ class TracedScores(Scored):
         visible = torch.as_tensor(mask_of(msg))
         if visible.dim() > seen.dim():
             raise Untraceable(f"the mask of site '{name}' depends on a site that was not observed")
-        self.visible[name] = visible.reshape((1,) * (seen.dim() - visible.dim()) + visible.shape)
+        visible = visible.reshape((1,) * (seen.dim() - visible.dim()) + visible.shape)
+        self.visible[name] = visible.expand(*visible.shape[:ENGINE_AXES], *spec.plates)
         log_prob = torch.where(seen, log_density(fn, value, name), 0.0)
         msg["value"] = value
         if name in self.hidden:
@@ -394,17 +396,17 @@ def _closed(tracing: _Tracing, initial: Traced) -> tuple[Traced, tuple[Bounds, .
         states: tuple[Bounds, ...] = ((0, tracing.model.states - 1),)
         return tracing.transition(states), states
     bounds = tuple(e.bounds for e in initial.outputs)
-    for widening in range(WIDENINGS + 1):
+    for widening in itertools.count():  # that ends: bounds that are given up stay so
         transition = tracing.transition(bounds)
         moved = (e.bounds for e in transition.outputs)
         wider = tuple(_union(*pair) for pair in zip(bounds, moved, strict=True))
         if wider == bounds:
-            break
-        given_up = widening == WIDENINGS - 1
+            return transition, bounds
+        given_up = widening >= WIDENINGS - 1
         bounds = tuple(
             new if new == old or not given_up else None for old, new in zip(bounds, wider, strict=True)
         )
-    return transition, bounds
+    raise AssertionError
 
 
 def _within(graph: Graph, traced: Traced, bounds: Bounds) -> Traced:

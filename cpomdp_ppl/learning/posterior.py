@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError
 from cpomdp_ppl.inference.backend import inference_scope, require_same_sites
 from cpomdp_ppl.learning.likelihood import known_contexts, log_likelihoods, marginal
-from cpomdp_ppl.learning.parameters import constant_copy, learnable, set_constants
+from cpomdp_ppl.learning.parameters import constant_copy, learnable
 from cpomdp_ppl.rng import isolated, seed_for
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ class BlockLikelihood:
 
     def per_block(self, at: Mapping[str, Tensor], seeds: Mapping[int, int]) -> dict[int, float]:
         """Estimates for some blocks, each with the random numbers that follow from its seed."""
-        set_constants(self.copy, {name: value.detach().to(self.types[name]) for name, value in at.items()})
+        _set_inputs(self.copy, {name: value.detach().to(self.types[name]) for name, value in at.items()})
+        if self._is_compiled():
+            with inference_scope(self.copy, 0):
+                log_prior = self.copy.prior().log()
+            return {g: self._compiled_block(log_prior, *self.bounds[g], seed) for g, seed in seeds.items()}
         estimates = {}
         with inference_scope(self.copy, 0):
             recursion = self.backend.recursion(self.copy)
@@ -78,6 +83,23 @@ class BlockLikelihood:
                 with isolated(seed):
                     estimates[g] = self._block(recursion, log_prior, *self.bounds[g], self._size)
         return estimates
+
+    def _is_compiled(self) -> bool:
+        """Whether the backend has a kernel for the model, which filters a block in one go."""
+        kernel = getattr(self.backend, "kernel", None)
+        return kernel is not None and kernel(self.copy) is not None
+
+    def _compiled_block(self, log_prior: Tensor, first: int, end: int, seed: int) -> float:
+        where = f"episodes[{first}:{end}]"  # messages count from the block's first
+        known = None if self.contexts is None else self.contexts[first:end]
+        try:
+            found = self.backend.run(self.copy, self.episodes[first:end], seed=seed, moments=False)
+            return float(marginal(found.log_likelihood, log_prior, known).sum())
+        except DegenerateWeightsError as error:
+            self.impossible = f"{where}: {error}"
+            return -float("inf")
+        except DensityError as error:
+            raise DensityError(f"{where}: {error}") from error
 
     def _block(self, recursion: Recursion, log_prior: Tensor, first: int, end: int, size: int) -> float:
         total = 0.0
@@ -91,6 +113,22 @@ class BlockLikelihood:
                 self.impossible = str(error)
                 return -float("inf")
         return total
+
+
+def _set_inputs(copy: CPOMDP, values: Mapping[str, Tensor]) -> None:
+    """Give a `constant_copy` values that kernels take as inputs: one kernel then serves all of them.
+
+    What `set_constants` gives is part of a kernel, which would be made anew for every value.
+    """
+    for path, value in values.items():
+        prefix, _, name = path.rpartition(".")
+        module = copy.get_submodule(prefix)
+        known = module._parameters.get(name)
+        if known is None:
+            # Kernels look for inputs there. Programs find it in the dict, without asking Pyro's param store.
+            known = module._parameters[name] = Parameter(value.clone(), requires_grad=False)
+            vars(module)[name] = known
+        known.copy_(value)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,17 @@ INFIX = {
     "shl": "<<",
     "shr": ">>",
 }
-LIBM = {"abs": "fabs", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint", "sqrt": "sqrt"}
+LIBM = {
+    "abs": "fabs",
+    "floor": "floor",
+    "ceil": "ceil",
+    "trunc": "trunc",
+    "round": "rint",
+    "sqrt": "sqrt",
+    "log2": "log2",
+    "log10": "log10",
+    "exp2": "exp2",
+}
 PRELUDE = frozenset(
     [
         "exp",
@@ -150,14 +160,14 @@ class Text:
         if op == "cast":
             return f"({c_type(e)}){a[0]}"
         if op == "neg":
-            return f"-({c_type(e)}){a[0]}"
+            return f"-{a[0]}" if e.is_float else self._negative(e, a[0])
         if op == "not":
             return f"!{a[0]}"
         if op == "bitnot":
             return f"~{a[0]}"
         if op in ("isnan", "isinf"):
             return f"({a[0]} != {a[0]})" if op == "isnan" else f"(fabs({a[0]}) == INFINITY)"
-        if not e.args[0].is_float and op in ("min", "max", "abs", "sign", "mod", "floordiv"):
+        if not e.args[0].is_float and op in ("min", "max", "abs", "sign", "mod", "fmod", "floordiv"):
             return self._whole(e, a)
         if op in ("mod", "floordiv"):
             return f"{'m_remainder' if op == 'mod' else 'm_floor_div'}{suffix}({a[0]}, {a[1]})"
@@ -170,18 +180,30 @@ class Text:
         raise Untraceable(f"there is no C code for '{op}'")
 
     def _infix(self, e: Expr, a: Sequence[str]) -> str:
-        wide = c_type(e) == "i64" and e.op in ("add", "sub", "mul", "shl")  # or it would overflow before
-        left = f"(i64){a[0]}" if wide else a[0]
-        return f"{left} {INFIX[e.op]} {a[1]}"
+        sign = INFIX[e.op]
+        if e.kind == "bool" and e.op == "add":
+            return f"{a[0]} | {a[1]}"
+        if e.is_float or e.op not in ("add", "sub", "mul", "shl"):
+            return f"{a[0]} {sign} {a[1]}"
+        if e.bounds is None:  # it may overflow, and wraps around
+            unsigned = "u64" if c_type(e) == "i64" else "u32"
+            return f"({c_type(e)})(({unsigned}){a[0]} {sign} ({unsigned}){a[1]})"
+        return f"({c_type(e)}){a[0]} {sign} {a[1]}"
+
+    def _negative(self, e: Expr, a: str) -> str:
+        """A whole number with the other sign; of the least there is, itself."""
+        return f"({c_type(e)})(0u - ({'u64' if c_type(e) == 'i64' else 'u32'}){a})"
 
     def _whole(self, e: Expr, a: Sequence[str]) -> str:
         """Operations on whole numbers."""
         if e.op in ("min", "max"):
             return f"{a[0]} {'<' if e.op == 'min' else '>'} {a[1]} ? {a[0]} : {a[1]}"
         if e.op == "abs":
-            return f"{a[0]} < 0 ? -({c_type(e)}){a[0]} : {a[0]}"
+            return f"{a[0]} < 0 ? {self._negative(e, a[0])} : {a[0]}"
         if e.op == "sign":
             return f"({a[0]} > 0) - ({a[0]} < 0)"
+        if e.op == "fmod":
+            return f"{a[1]} == 0 || {a[1]} == -1 ? 0 : {a[0]} % {a[1]}"
         divisor = e.args[1]
         if (
             e.op == "mod"

@@ -200,7 +200,7 @@ class Graph:
             return args[0]
         if name == "not" and args[0].op == "not":
             return args[0].args[0]
-        if name in ("mul", "add") and args[0].op == "const" and args[1].op != "const":
+        if name in SYMMETRIC and _place(args[0]) > _place(args[1]):
             return self.op(name, (args[1], args[0]), kind)
         if len(args) == 2 and args[1].op == "const":
             return self._by_constant(name, args[0], args[1], kind)
@@ -211,13 +211,19 @@ class Graph:
 
     def _by_constant(self, name: str, x: Expr, constant: Expr, kind: str) -> Expr | None:
         v = constant.value
-        if x.kind == kind and v == (0 if name in ("add", "sub") else 1) and name in NEUTRAL:
+        if x.kind == kind and name in NEUTRAL and _leaves_alone(name, v):
             return x
         if name == "mul" and v == 0 and not x.is_float:
             return constant
         if name == "pow" and v == 2:
             return self.op("mul", (x, x), kind)
-        if name == "div" and v != 0 and x.is_float and math.frexp(v)[0] in (0.5, -0.5) and abs(v) < 2**100:
+        if (
+            name == "div"
+            and v != 0
+            and x.is_float
+            and math.frexp(v)[0] in (0.5, -0.5)
+            and 2**-100 < abs(v) < 2**100
+        ):
             return self.op("mul", (x, self.const(1 / v, kind)), kind)
         if name in COMPARED and x.bounds is not None and constant.bounds is not None:
             answer = COMPARED[name](x.bounds, constant.bounds)
@@ -247,8 +253,24 @@ class Graph:
 NEUTRAL = frozenset({"add", "sub", "mul", "div", "pow"})
 """Operations that leave a number as it is, if the other one is 0 (of a sum) or 1."""
 
+SYMMETRIC = frozenset({"add", "mul", "eq", "ne", "and", "or", "xor", "bitand", "bitor", "bitxor"})
+"""Operations that give the same whichever argument is the first."""
+
 DRAWS = frozenset({"draw_gamma", "draw_poisson", "draw_binomial"})
 """Operations that draw: functions of random bits and parameters."""
+
+
+def _place(e: Expr) -> tuple[bool, int]:
+    """Where an argument of a symmetric operation stands: constants last, and otherwise the older first."""
+    return e.op == "const", e.number
+
+
+def _leaves_alone(name: str, v: Any) -> bool:
+    """Whether any number stays the same, if an operation of `NEUTRAL` puts it together with a constant."""
+    if name in ("mul", "div", "pow"):
+        return bool(v == 1)
+    # The one zero that leaves -0.0 alone is -0.0 in a sum, 0.0 in a difference.
+    return v == 0 and (isinstance(v, int) or (math.copysign(1.0, v) < 0) == (name == "add"))
 
 
 def evaluated(name: str, args: Sequence[Expr], values: Sequence[Any]) -> Any:
@@ -344,6 +366,8 @@ def _bounds(e: Expr, tables: Sequence[np.ndarray[Any, Any]]) -> Bounds:
     inner = [arg.bounds for arg in e.args]
     if e.op == "where":
         inner = inner[1:]
+    if e.op in ("min", "max"):  # one that is known is enough
+        inner = [each or RANGE[e.kind] for each in inner]
     known = [each for each in inner if each is not None]
     if e.op == "mod" and e.args[1].op == "const" and e.args[1].value > 0:
         return 0, e.args[1].value - 1
@@ -352,7 +376,9 @@ def _bounds(e: Expr, tables: Sequence[np.ndarray[Any, Any]]) -> Bounds:
     if len(known) < len(inner) or not known:
         return None
     corners = _corners(e.op, known)
-    return None if corners is None else _inside((min(corners), max(corners)), e.kind)
+    if corners is None or (min(corners), max(corners)) == RANGE[e.kind]:
+        return None
+    return _inside((min(corners), max(corners)), e.kind)
 
 
 def _corners(op: str, bounds: Sequence[tuple[int, int]]) -> list[int] | None:

@@ -262,6 +262,18 @@ INLINE f32 m_hypot(f32 x, f32 y)
     return fabsf(x) == INFINITY || fabsf(y) == INFINITY ? INFINITY : r;
 }
 
+/* Within 1.5 units in the last place: divided by a power of two, no square overflows or is lost. */
+INLINE f64 m_hypot_d(f64 x, f64 y)
+{
+    f64 a = fabs(x), b = fabs(y);
+    u64 least = 1ull << 52, most = 2045ull << 52, power = bits_of_d(a > b ? a : b) & 2047ull << 52;
+    power = power < least ? least : power;
+    power = power > most ? most : power;
+    f64 shrink = of_bits_d((2046ull << 52) - power), u = a * shrink, v = b * shrink;
+    f64 r = sqrt(u * u + v * v) * of_bits_d(power);
+    return a == INFINITY || b == INFINITY ? INFINITY : r;
+}
+
 INLINE f32 m_sign(f32 x) { return (f32)((x > 0.0f) - (x < 0.0f)); }
 INLINE f64 m_sign_d(f64 x) { return (f64)((x > 0.0) - (x < 0.0)); }
 INLINE f32 m_round(f32 x) { return rintf(x); }
@@ -424,7 +436,6 @@ INLINE f64 m_erf_d(f64 x) { return erf(x); }
 INLINE f64 m_erfc_d(f64 x) { return erfc(x); }
 INLINE f64 m_lgamma_d(f64 x) { return lgamma(x); }
 INLINE f64 m_pow_d(f64 x, f64 y) { return pow(x, y); }
-INLINE f64 m_hypot_d(f64 x, f64 y) { return hypot(x, y); }
 INLINE f64 m_fmod_d(f64 x, f64 y) { return fmod(x, y); }
 INLINE f64 m_remainder_d(f64 x, f64 y)
 {

@@ -10,13 +10,14 @@ PARTS = ("types.h", "maths.h", "random.h", "samplers.h")
 @cache
 def prelude() -> str:
     """What a kernel may use; a complete C text when functions that use it follow."""
-    return "\n".join(map(_text, PARTS))
+    return "\n".join(map(c_text, PARTS))
 
 
 def program_declarations() -> str:
     """How the library of a model's programs hands them over; to follow the prelude."""
-    return _text("programs.h")
+    return c_text("programs.h")
 
 
-def _text(name: str) -> str:
-    return files("cpomdp_ppl.native").joinpath(name).read_text(encoding="utf-8")
+def c_text(name: str, package: str = "cpomdp_ppl.native") -> str:
+    """A C text that comes with a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")

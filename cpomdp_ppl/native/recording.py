@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +15,13 @@ from torch.utils._pytree import tree_map
 
 from cpomdp_ppl.dataflow import COPIES, EXITS
 from cpomdp_ppl.native.expressions import Untraceable
-from cpomdp_ppl.native.operations import OPERATIONS, RANDOM, Call, array, kind_of, tensors_in
+from cpomdp_ppl.native.operations import OPERATIONS, RANDOM, OperationCall, array, kind_of, tensors_in
+from cpomdp_ppl.native.operations.call import each
+from cpomdp_ppl.native.operations.shapes import within
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cpomdp_ppl.native.operations import Array, Program
 
 LOOKS = frozenset(
@@ -86,7 +92,11 @@ class Recorder(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with unwatched():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and note what it computes."""
         name = func.overloadpacket.__name__
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         given = {_address(tensor) for tensor in tensors_in((args, kwargs))}
@@ -117,15 +127,20 @@ class Recorder(TorchDispatchMode):
         outputs = list(result) if isinstance(result, list | tuple) else [result]
         tensors = all(isinstance(out, Tensor) for out in outputs)
         if tensors and not written and all(_address(out) in self._known for out in outputs):
+            if any(out.dtype != tensor.dtype for out in outputs for tensor in tensors_in(args)[:1]):
+                raise Untraceable("the bits of a number are taken for another number")
             return result  # views of what is known
         if not tensors or name not in OPERATIONS:
             raise Untraceable(f"operation '{name}' is not known")
-        found = OPERATIONS[name](Call(self.program, name, lifted, named, tuple(args), result, func))
+        found = OPERATIONS[name](OperationCall(self.program, name, lifted, named, tuple(args), result, func))
         for out, expressions in zip(outputs, found if isinstance(found, list) else [found], strict=False):
             if _address(out) not in self._known:
                 self._begin(out)
                 self._keep(out)
-            self._write(out, expressions)
+            kind = kind_of(out)
+            self._write(
+                out, each(lambda e, kind=kind: self.program.graph.cast(e, kind), np.asarray(expressions))
+            )
             if name in RANDOM:
                 self.drawn.append((self.of(out), out.clone()))
         return result
@@ -147,6 +162,17 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, tensor: Tensor, expressions: Any) -> None:
         _seen_through(self._known[_address(tensor)], tensor)[...] = expressions
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, no profiler looks on: no code of a user runs here, and looking takes longer than the code."""
+    profiler = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)
 
 
 def is_traced() -> bool:
@@ -186,7 +212,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     ]
 
 
-class Exits(TorchFunctionMode):
+class ExitsRefused(TorchFunctionMode):
     """Refuse to let values that depend on inputs leave torch, where no operation could follow them."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -199,15 +225,16 @@ class Exits(TorchFunctionMode):
         if name in EXITS and self.recorder.depends(args):
             raise Untraceable(f"a value that depends on its inputs leaves torch ('{name}')")
         if name == "one_hot":
-            return _one_hot(*args, **kwargs)
+            return self._one_hot(*args, **kwargs)
         result = func(*args, **kwargs)
         if name in COPIES and self.recorder.depends(args) and not self.recorder.depends(result):
             raise Untraceable(f"a value that depends on its inputs is copied out of torch ('{name}')")
         return result
 
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """As torch's, which looks at values first."""
-    if num_classes < 0:
-        raise Untraceable("'one_hot' without a number of classes looks at values")
-    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """As torch's, which looks at values first."""
+        if num_classes < 0:
+            raise Untraceable("'one_hot' without a number of classes looks at values")
+        for e in self.recorder.of(tensor).ravel():
+            within(self.recorder.program, e, num_classes)
+        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()

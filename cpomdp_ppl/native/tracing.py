@@ -12,7 +12,7 @@ import torch
 
 from cpomdp_ppl.native.expressions import KIND_OF, Expr, Graph, Untraceable, evaluate, inputs_of
 from cpomdp_ppl.native.operations import Program, array
-from cpomdp_ppl.native.recording import Exits, Recorder
+from cpomdp_ppl.native.recording import ExitsRefused, Recorder, unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,7 +136,7 @@ def _run(
         recorder.give(tensor, np.broadcast_to(each.expressions, tuple(tensor.shape)))
     for each in constants:
         recorder.give(each.values, each.expressions)
-    with Exits(recorder), recorder:
+    with ExitsRefused(recorder), recorder:
         results = [result.expand(*axes, *result.shape[ENGINE_AXES:]) for result in function(*tensors)]
     given = list(zip(tensors, (each.expressions for each in arguments), strict=True))
     outputs: list[Expr] = []
@@ -144,7 +144,8 @@ def _run(
         found = recorder.of(result).reshape(math.prod(axes), -1)
         if any(e is not first for row in found for e, first in zip(row, found[0], strict=True)):
             raise Untraceable("a value depends on other contexts, episodes or particles")
-        _compare(graph, axes, found[0], result, given, constants, recorder.drawn)
+        with unwatched():
+            _compare(graph, axes, found[0], result, given, constants, recorder.drawn)
         outputs += list(found[0])
     return _Run(outputs, program.noise, list(dict.fromkeys(program.checks)))
 

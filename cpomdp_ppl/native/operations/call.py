@@ -57,7 +57,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperationCall:
     """One operation at work.
 
     Attributes:
@@ -170,14 +170,14 @@ def kind_of(tensor: Tensor) -> str:
     return kind
 
 
-OPERATIONS: dict[str, Callable[[Call], Any]] = {}
+OPERATIONS: dict[str, Callable[[OperationCall], Any]] = {}
 """By the name of the operation of torch."""
 
 
-def operation(*names: str) -> Callable[[Callable[[Call], Any]], Callable[[Call], Any]]:
+def operation(*names: str) -> Callable[[Callable[[OperationCall], Any]], Callable[[OperationCall], Any]]:
     """Register a function as what operations of torch come to."""
 
-    def register(function: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    def register(function: Callable[[OperationCall], Any]) -> Callable[[OperationCall], Any]:
         OPERATIONS.update(dict.fromkeys(names, function))
         return function
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.native.operations.call import OPERATIONS, Array, Call, each, operation
+from cpomdp_ppl.native.operations.call import OPERATIONS, Array, OperationCall, each, operation
 
 
 @operation("randn", "randn_like", "normal_functional", "rand", "rand_like")
-def _noise(call: Call) -> Array:
+def _noise(call: OperationCall) -> Array:
     what = "uniform" if call.name in ("rand", "rand_like") else "normal"
     return call.program.new_noise(what, call.shape, call.kind)
 
 
 @operation("normal")
-def _normal(call: Call) -> Array:
+def _normal(call: OperationCall) -> Array:
     given = [arg for arg in call.args if isinstance(arg, np.ndarray | float | int)]
     if isinstance(call.given[0], Tensor) and call.function._schema.name.endswith("normal_"):
         given = given[1:]
@@ -29,7 +29,7 @@ def _normal(call: Call) -> Array:
 
 
 @operation("uniform", "exponential", "cauchy", "log_normal")
-def _inverted(call: Call) -> Array:
+def _inverted(call: OperationCall) -> Array:
     """In-place draws, by inverting the distribution function."""
     do, a = call.pointwise, [*call.args[1:], *call.kwargs.values()]
     a = [x for x in a if isinstance(x, float | int)]
@@ -38,10 +38,10 @@ def _inverted(call: Call) -> Array:
         return do(
             "exp", do("add", do("mul", call.program.new_noise("normal", call.shape, call.kind), std), mean)
         )
-    u = call.program.new_noise("uniform", call.shape, "f64")
     if call.name == "uniform":
         low, high = _with_defaults(a, 0.0, 1.0)
-        return do("add", do("mul", u, high - low), low)
+        return do("add", do("mul", call.program.new_noise("uniform", call.shape, call.kind), high - low), low)
+    u = call.program.new_noise("uniform", call.shape, "f64")
     if call.name == "exponential":
         rate = a[0] if a else 1.0
         return do("div", do("neg", _in(call, "log", u)), rate)
@@ -57,13 +57,13 @@ def _with_defaults(given: list[float], *defaults: float) -> list[float]:
     return [*given, *defaults[len(given) :]]
 
 
-def _in(call: Call, op: str, x: Array) -> Array:
+def _in(call: OperationCall, op: str, x: Array) -> Array:
     """A function in float64, in which uniform numbers get far into the tails."""
     return each(lambda e: call.graph.op(op, [e], "f64"), x)
 
 
 @operation("bernoulli")
-def _bernoulli(call: Call) -> Array:
+def _bernoulli(call: OperationCall) -> Array:
     p = call.args[1] if len(call.args) > 1 and call.args[1] is not None else call.args[0]
     kind = p.ravel()[0].kind if isinstance(p, np.ndarray) else "f32"
     u = call.program.new_noise("uniform", call.shape, kind)
@@ -71,7 +71,7 @@ def _bernoulli(call: Call) -> Array:
 
 
 @operation("multinomial")
-def _multinomial(call: Call) -> Array:
+def _multinomial(call: OperationCall) -> Array:
     """Indices by inverting distribution functions, `[rows, draws]` from weights `[rows, K]`."""
     weights = call.args[0]
     if call.shape[-1] > 1 and not call.arg(2, "replacement", False):
@@ -93,7 +93,7 @@ def _multinomial(call: Call) -> Array:
 
 
 @operation("_standard_gamma", "poisson", "binomial")
-def _sampled(call: Call) -> Array:
+def _sampled(call: OperationCall) -> Array:
     """Draws that have no formula: functions of random bits, that C code computes."""
     op = {"_standard_gamma": "draw_gamma", "poisson": "draw_poisson", "binomial": "draw_binomial"}[call.name]
     parameters = [call.as_kind(x, "f64") for x in call.args if isinstance(x, np.ndarray)]
@@ -102,13 +102,13 @@ def _sampled(call: Call) -> Array:
     return _above_zero(call, drawn) if call.name == "_standard_gamma" else drawn
 
 
-def _above_zero(call: Call, x: Array) -> Array:
+def _above_zero(call: OperationCall, x: Array) -> Array:
     """As torch has it, a positive number is never rounded to zero."""
     return call.pointwise("max", x, torch.finfo(call.first.dtype).tiny)
 
 
 @operation("_sample_dirichlet")
-def _dirichlet(call: Call) -> Array:
+def _dirichlet(call: OperationCall) -> Array:
     alpha = call.as_kind(call.args[0], "f64")
     bits = call.program.new_noise("bits", call.shape, "i64")
     gammas = each(lambda *e: call.graph.op("draw_gamma", e, "f64"), bits, alpha)

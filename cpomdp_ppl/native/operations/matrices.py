@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cpomdp_ppl.native.operations.call import Array, Call, array, operation
+from cpomdp_ppl.native.operations.call import Array, OperationCall, array, operation
 
 
-def matrix_product(call: Call, a: Any, b: Any) -> Array:
+def matrix_product(call: OperationCall, a: Any, b: Any) -> Array:
     """`A B` of matrices `[…, n, k]` and `[…, k, m]`."""
     a, b = call.as_kind(a, call.kind), call.as_kind(b, call.kind)
     products = call.pointwise("mul", a[..., :, :, None], b[..., None, :, :])
@@ -17,18 +17,18 @@ def matrix_product(call: Call, a: Any, b: Any) -> Array:
 
 
 @operation("mm", "bmm", "matmul")
-def _product(call: Call) -> Array:
+def _product(call: OperationCall) -> Array:
     return matrix_product(call, *call.args[:2]).reshape(call.shape)
 
 
 @operation("mv", "dot", "vdot")
-def _vector_product(call: Call) -> Array:
+def _vector_product(call: OperationCall) -> Array:
     a, b = call.args[:2]
     return matrix_product(call, a if a.ndim == 2 else a[None], b[:, None]).reshape(call.shape)
 
 
 @operation("addmm", "baddbmm", "addmv")
-def _affine(call: Call) -> Array:
+def _affine(call: OperationCall) -> Array:
     c, a, b = call.args[:3]
     if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
         raise call.refuse("with factors")
@@ -37,8 +37,8 @@ def _affine(call: Call) -> Array:
 
 
 @operation("linalg_cholesky_ex", "linalg_cholesky", "cholesky")
-def _cholesky(call: Call) -> Any:
-    if call.kwargs.get("upper", False):
+def _cholesky(call: OperationCall) -> Any:
+    if call.arg(1, "upper", False):
         raise call.refuse("upper")
     do, A = call.pointwise, call.as_kind(call.args[0], call.kind)
     n = A.shape[-1]
@@ -66,13 +66,13 @@ def _cholesky(call: Call) -> Any:
 
 
 @operation("linalg_solve_triangular", "triangular_solve")
-def _triangular(call: Call) -> Any:
+def _triangular(call: OperationCall) -> Any:
     old = call.name == "triangular_solve"  # which takes its arguments the other way round
     A, B = call.args[1::-1] if old else call.args[:2]
     upper = call.kwargs.get("upper", True) if not old else call.arg(2, "upper", True)
     if not call.kwargs.get("left", True) or (old and call.arg(3, "transpose", False)):
         raise call.refuse("from the right")
-    unit = bool(call.kwargs.get("unitriangular", False))
+    unit = bool(call.arg(4, "unitriangular", False))
     do, A, B = call.pointwise, call.as_kind(A, call.kind), call.as_kind(B, call.kind)
     n = A.shape[-1]
     X: dict[int, Array] = {}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from cpomdp_ppl.native.expressions import KIND_OF, Untraceable
-from cpomdp_ppl.native.operations.call import Array, Call, operation
+from cpomdp_ppl.native.operations.call import Array, OperationCall, operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SAME = [
     "mul",
@@ -19,6 +21,9 @@ SAME = [
     "sqrt",
     "exp",
     "log",
+    "log2",
+    "log10",
+    "exp2",
     "log1p",
     "expm1",
     "sin",
@@ -61,13 +66,17 @@ RENAMED = {
 
 
 @operation(*(name for name in RENAMED if name not in ("fmax", "fmin")))
-def _same(call: Call) -> Any:
+def _same(call: OperationCall) -> Any:
+    if call.name in ("floor", "ceil", "trunc") and call.kind in ("i64", "i32"):
+        return call.as_kind(call.args[0], call.kind)
+    if call.name == "fmod":
+        _require_divisor(call)
     out = call.pointwise(RENAMED[call.name], *call.args[:2])
     return [out, out] if call.name == "log_sigmoid_forward" else out
 
 
 @operation("add", "sub", "rsub")
-def _sum(call: Call) -> Array:
+def _sum(call: OperationCall) -> Array:
     a, b = call.args[:2]
     alpha = call.arg(2, "alpha", 1)
     if call.name == "rsub":
@@ -80,24 +89,24 @@ def _sum(call: Call) -> Array:
 
 
 @operation("div", "true_divide", "divide", "floor_divide")
-def _quotient(call: Call) -> Array:
+def _quotient(call: OperationCall) -> Array:
     mode = "floor" if call.name == "floor_divide" else call.kwargs.get("rounding_mode")
     if mode == "floor" or (mode == "trunc" and call.kind in ("i64", "i32")):
-        if mode == "trunc":
-            raise call.refuse("of whole numbers, towards zero")
         _require_divisor(call)
-        return call.pointwise("floordiv", *call.args[:2])
+        x, divisor = call.args[:2]
+        multiple = x if mode == "floor" else call.pointwise("sub", x, call.pointwise("fmod", x, divisor))
+        return call.pointwise("floordiv", multiple, divisor)
     quotient = call.pointwise("div", *call.args[:2])
     return call.pointwise("trunc", quotient) if mode == "trunc" else quotient
 
 
 @operation("remainder")
-def _remainder(call: Call) -> Array:
+def _remainder(call: OperationCall) -> Array:
     _require_divisor(call)
     return call.pointwise("mod", *call.args[:2])
 
 
-def _require_divisor(call: Call) -> None:
+def _require_divisor(call: OperationCall) -> None:
     """Whole numbers have no quotient by zero, and torch raises an error."""
     if call.kind in ("i64", "i32"):
         for e in call.as_kind(call.args[1], call.kind).ravel():
@@ -106,25 +115,37 @@ def _require_divisor(call: Call) -> None:
 
 
 @operation("pow")
-def _power(call: Call) -> Array:
+def _power(call: OperationCall) -> Array:
     base, exponent = call.args[:2]
     if call.kind in ("i64", "i32"):
         if isinstance(exponent, int) and 0 <= exponent <= 8:
             one = call.as_kind(1, call.kind)
             return reduce(lambda a, b: call.pointwise("mul", a, b), [base] * exponent, one)
         raise call.refuse("of whole numbers")
-    return call.pointwise("pow", base, exponent)
+    roots_and_products: dict[Any, Callable[[], Array]] = {  # as torch has them, for plain numbers
+        0.5: lambda: do("sqrt", base),
+        3: lambda: do("mul", do("mul", base, base), base),
+        -0.5: lambda: do("div", 1, do("sqrt", base)),
+        -1: lambda: do("div", 1, base),
+        -2: lambda: do("div", 1, do("mul", base, base)),
+    }
+    do = call.pointwise
+    if isinstance(exponent, int | float) and exponent in roots_and_products:
+        return roots_and_products[exponent]()
+    return do("pow", base, exponent)
 
 
 @operation("round")
-def _round(call: Call) -> Array:
+def _round(call: OperationCall) -> Array:
     if call.kwargs.get("decimals", 0):
         raise call.refuse("to decimals")
+    if call.kind in ("i64", "i32"):
+        return call.as_kind(call.args[0], call.kind)
     return call.pointwise("round", call.args[0])
 
 
-@operation("reciprocal", "rsqrt", "square", "relu", "log2", "log10", "exp2", "logit", "softplus", "frac")
-def _composed(call: Call) -> Array:
+@operation("reciprocal", "rsqrt", "square", "relu", "logit", "softplus", "frac")
+def _composed(call: OperationCall) -> Array:
     (x, *_), do = call.args, call.pointwise
     if call.name == "reciprocal":
         return do("div", 1, x)
@@ -135,23 +156,19 @@ def _composed(call: Call) -> Array:
     if call.name == "relu":
         below = do("le", x, 0, kind="bool", compute=call.kind)
         return call.where(below, 0.0, x)  # at 0, the derivative is 0
-    if call.name == "exp2":
-        return do("exp", do("mul", x, math.log(2)))
     if call.name == "frac":
         return do("sub", x, do("trunc", x))
     if call.name == "softplus":
         if (call.arg(1, "beta", 1), call.arg(2, "threshold", 20)) != (1, 20):
             raise call.refuse("with a beta or threshold of its own")
         return do("softplus", x)
-    if call.name == "logit":
-        if call.arg(1, "eps") is not None:
-            raise call.refuse("with eps")
-        return do("log", do("div", x, do("sub", 1, x)))
-    return do("div", do("log", x), math.log(2 if call.name == "log2" else 10))
+    if call.arg(1, "eps") is not None:
+        raise call.refuse("with eps")
+    return do("log", do("div", x, do("sub", 1, x)))
 
 
 @operation("special_xlogy", "xlogy", "special_xlog1py")
-def _times_logarithm(call: Call) -> Array:
+def _times_logarithm(call: OperationCall) -> Array:
     x, y = call.args[:2]
     product = call.pointwise("mul", x, call.pointwise("log1p" if "1p" in call.name else "log", y))
     zero = call.pointwise("eq", x, 0, kind="bool", compute=call.kind)
@@ -160,7 +177,7 @@ def _times_logarithm(call: Call) -> Array:
 
 
 @operation("logaddexp")
-def _log_add_exp(call: Call) -> Array:
+def _log_add_exp(call: OperationCall) -> Array:
     """`max + log(1 + exp(-|a - b|))`; of two infinities of one sign, that one."""
     a, b = call.args[:2]
     do = call.pointwise
@@ -171,7 +188,7 @@ def _log_add_exp(call: Call) -> Array:
 
 
 @operation("clamp", "clamp_min", "clamp_max")
-def _clamp(call: Call) -> Array:
+def _clamp(call: OperationCall) -> Array:
     low = None if call.name == "clamp_max" else call.arg(1, "min")
     high = call.arg(1, "max") if call.name == "clamp_max" else call.arg(2, "max")
     x = call.as_kind(call.args[0], call.kind)
@@ -179,7 +196,7 @@ def _clamp(call: Call) -> Array:
     return x if high is None else _no_further(call, x, high, "gt", "min")
 
 
-def _no_further(call: Call, x: Array, limit: Any, beyond: str, op: str) -> Array:
+def _no_further(call: OperationCall, x: Array, limit: Any, beyond: str, op: str) -> Array:
     """A number or, beyond a limit, the limit: at the limit, the derivative is that of the number."""
     if call.kind in ("i64", "i32"):
         return call.pointwise(op, x, limit)
@@ -190,7 +207,7 @@ def _no_further(call: Call, x: Array, limit: Any, beyond: str, op: str) -> Array
 
 
 @operation("lerp", "addcmul", "addcdiv")
-def _three(call: Call) -> Array:
+def _three(call: OperationCall) -> Array:
     a, b, c = call.args[:3]
     if call.name == "lerp":
         return call.pointwise("add", a, call.pointwise("mul", c, call.pointwise("sub", b, a)))
@@ -199,7 +216,7 @@ def _three(call: Call) -> Array:
 
 
 @operation("eq", "ne", "lt", "le", "gt", "ge")
-def _compare(call: Call) -> Array:
+def _compare(call: OperationCall) -> Array:
     common = torch.result_type(*call.given[:2])
     if common not in KIND_OF:
         raise Untraceable(f"numbers of {common}")
@@ -207,18 +224,27 @@ def _compare(call: Call) -> Array:
 
 
 @operation("logical_and", "logical_or", "logical_xor", "logical_not")
-def _logic(call: Call) -> Array:
+def _logic(call: OperationCall) -> Array:
     return call.pointwise(call.name.removeprefix("logical_"), *call.args, kind="bool")
 
 
 @operation("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__and__", "__or__", "__xor__")
-def _bits(call: Call) -> Array:
+def _bits(call: OperationCall) -> Array:
     name = call.name.strip("_").removeprefix("bitwise_")
     return call.pointwise(name if call.kind == "bool" else f"bit{name}", *call.args)
 
 
+@operation("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+def _shift(call: OperationCall) -> Array:
+    x, bits = call.args[:2]
+    known = [e.value if e.op == "const" else -1 for e in call.as_kind(bits, "i64").ravel()]
+    if call.kind not in ("i64", "i32") or not all(0 <= n < 31 for n in known):
+        raise call.refuse("by bits that are no constant from 0 to 30")
+    return call.pointwise("shl" if call.name in ("bitwise_left_shift", "__lshift__") else "shr", x, bits)
+
+
 @operation("isnan", "isinf", "isfinite")
-def _is(call: Call) -> Array:
+def _is(call: OperationCall) -> Array:
     (x,) = call.args
     kind = x.ravel()[0].kind
     if kind not in ("f32", "f64"):
@@ -230,7 +256,7 @@ def _is(call: Call) -> Array:
 
 
 @operation("nan_to_num")
-def _nan_to_num(call: Call) -> Array:
+def _nan_to_num(call: OperationCall) -> Array:
     limits = torch.finfo(call.first.dtype)
     x = call.args[0]
     nan, high, low = call.arg(1, "nan") or 0.0, call.arg(2, "posinf"), call.arg(3, "neginf")
@@ -242,37 +268,37 @@ def _nan_to_num(call: Call) -> Array:
 
 
 @operation("where")
-def _where(call: Call) -> Array:
+def _where(call: OperationCall) -> Array:
     return call.where(*call.args[:3])
 
 
 @operation("masked_fill")
-def _masked_fill(call: Call) -> Array:
+def _masked_fill(call: OperationCall) -> Array:
     return call.where(call.args[1], call.args[2], call.args[0])
 
 
 @operation(
     "clone", "_to_copy", "copy", "lift_fresh", "lift_fresh_copy", "contiguous", "to", "alias", "detach"
 )
-def _copy(call: Call) -> Array:
+def _copy(call: OperationCall) -> Array:
     source = call.args[1] if call.name == "copy" else call.args[0]
     return np.broadcast_to(call.as_kind(source, call.kind), call.shape)
 
 
 @operation("fill")
-def _fill(call: Call) -> Array:
+def _fill(call: OperationCall) -> Array:
     return np.broadcast_to(call.as_kind(call.args[1], call.kind), call.shape)
 
 
 @operation("zero")
-def _zero(call: Call) -> Array:
+def _zero(call: OperationCall) -> Array:
     return np.broadcast_to(call.as_kind(0, call.kind), call.shape)
 
 
 @operation(
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"
 )
-def _constant(call: Call) -> Array:
+def _constant(call: OperationCall) -> Array:
     value: Any = 1 if "ones" in call.name else 0
     if "full" in call.name:
         value = call.args[2 if call.name == "new_full" else 1]
@@ -280,6 +306,6 @@ def _constant(call: Call) -> Array:
 
 
 @operation("full", "scalar_tensor")
-def _full(call: Call) -> Array:
+def _full(call: OperationCall) -> Array:
     value = call.args[1 if call.name == "full" else 0]
     return np.broadcast_to(call.as_kind(value, call.kind), call.shape)

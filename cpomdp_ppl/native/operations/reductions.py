@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from cpomdp_ppl.native.operations.call import Array, Call, each, operation
+from cpomdp_ppl.native.operations.call import Array, OperationCall, each, operation
 
 FOLDED = {"sum": "add", "nansum": "", "prod": "mul", "amax": "max", "amin": "min", "any": "or", "all": "and"}
 
 
 @operation("sum", "prod", "amax", "amin", "any", "all")
-def _fold(call: Call) -> Array:
+def _fold(call: OperationCall) -> Array:
     keep = bool(call.arg(2, "keepdim", False))
     return call.fold(FOLDED[call.name], call.as_kind(call.args[0], call.kind), call.dims(), keep)
 
 
 @operation("mean", "var", "std")
-def _moments(call: Call) -> Array:
+def _moments(call: OperationCall) -> Array:
     x = call.as_kind(call.args[0], call.kind)
     dims = call.dims()
     count = math.prod(x.shape[dim] for dim in dims)
@@ -35,7 +35,7 @@ def _moments(call: Call) -> Array:
 
 
 @operation("max", "min")
-def _extreme(call: Call) -> Any:
+def _extreme(call: OperationCall) -> Any:
     op = call.name
     if len(call.args) == 1:
         return call.fold(op, call.args[0], call.dims())
@@ -46,14 +46,14 @@ def _extreme(call: Call) -> Any:
 
 
 @operation("argmax", "argmin")
-def _arg_extreme(call: Call) -> Array:
+def _arg_extreme(call: OperationCall) -> Array:
     x = call.args[0]
     if call.arg(1, "dim") is None:
         return _best(call, x.reshape(-1), 0, call.name.removeprefix("arg"))[1].reshape(call.shape)
     return _best(call, x, call.dims()[0], call.name.removeprefix("arg"))[1].reshape(call.shape)
 
 
-def _best(call: Call, x: Array, dim: int, op: str) -> tuple[Array, Array]:
+def _best(call: OperationCall, x: Array, dim: int, op: str) -> tuple[Array, Array]:
     """The largest or smallest along an axis, and where it first is; NaN wins."""
     g = call.graph
     rows = np.moveaxis(x, dim, 0) if x.ndim else x.reshape(1)
@@ -74,7 +74,7 @@ def _best(call: Call, x: Array, dim: int, op: str) -> tuple[Array, Array]:
 
 
 @operation("cumsum", "cumprod")
-def _cumulative(call: Call) -> Array:
+def _cumulative(call: OperationCall) -> Array:
     x = call.as_kind(call.args[0], call.kind)
     if not x.ndim:
         return x
@@ -87,7 +87,7 @@ def _cumulative(call: Call) -> Array:
 
 
 @operation("_softmax", "_log_softmax", "logsumexp")
-def _soft(call: Call) -> Array:
+def _soft(call: OperationCall) -> Array:
     x = call.as_kind(call.args[0], call.kind)
     dims = call.dims()
     highest = call.fold("max", x, dims, keepdim=True)
@@ -108,7 +108,7 @@ def _soft(call: Call) -> Array:
 
 
 @operation("linalg_vector_norm", "norm")
-def _norm(call: Call) -> Array:
+def _norm(call: OperationCall) -> Array:
     order = call.arg(1, "ord", 2)
     x = call.as_kind(call.args[0], call.kind)
     dims, keep = call.dims(2), bool(call.arg(3, "keepdim", False))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from cpomdp_ppl.native.expressions import KIND_OF, Expr, Untraceable
-from cpomdp_ppl.native.operations.call import Array, Call, array, each, operation
+from cpomdp_ppl.native.operations.call import Array, OperationCall, Program, array, each, operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 @operation("cat", "stack")
-def _join(call: Call) -> Array:
+def _join(call: OperationCall) -> Array:
     parts = [call.as_kind(part, call.kind) for part in call.args[0]]
     dim = call.arg(1, "dim", 0)
     if call.name == "stack":
@@ -25,24 +26,24 @@ def _join(call: Call) -> Array:
 
 
 @operation("flip")
-def _flip(call: Call) -> Array:
+def _flip(call: OperationCall) -> Array:
     return np.flip(call.args[0], call.args[1])
 
 
 @operation("roll")
-def _roll(call: Call) -> Array:
+def _roll(call: OperationCall) -> Array:
     shifts, dims = call.args[1], call.arg(2, "dims") or None
     return np.roll(call.args[0], shifts, dims)
 
 
 @operation("repeat")
-def _repeat(call: Call) -> Array:
+def _repeat(call: OperationCall) -> Array:
     x, times = call.args[:2]
     return np.tile(x.reshape((1,) * (len(times) - x.ndim) + x.shape), times)
 
 
 @operation("diag_embed", "tril", "triu", "constant_pad_nd")
-def _with_zeros(call: Call) -> Array:
+def _with_zeros(call: OperationCall) -> Array:
     """Places are those that torch gives to numbers 1, 2, …; the others hold a constant."""
     x = call.args[0]
     numbers = torch.arange(1, x.size + 1).reshape(x.shape)
@@ -58,33 +59,33 @@ def _with_zeros(call: Call) -> Array:
 
 
 @operation("view_as_real", "view_as_complex", "_conj")
-def _complex(call: Call) -> Array:
+def _complex(call: OperationCall) -> Array:
     raise call.refuse("of complex numbers")
 
 
-def _index(call: Call, e: Expr, size: int, wraps: bool) -> Expr:
+def _index(call: OperationCall, e: Expr, size: int, wraps: bool) -> Expr:
     """An index as torch takes it, inside the bounds: it is checked, and what fails is not looked up."""
     g = call.graph
     e = g.cast(e, "i64")
     if wraps and (e.bounds is None or e.bounds[0] < 0):
         negative = g.op("lt", [e, g.const(0, "i64")], "bool")
         e = g.where(negative, g.op("add", [e, g.const(size, "i64")], "i64"), e)
-    return within(call, e, size)
+    return within(call.program, e, size)
 
 
-def within(call: Call, e: Expr, size: int) -> Expr:
+def within(program: Program, e: Expr, size: int) -> Expr:
     """An index that is checked to be from 0 to `size - 1`, and cut off if it is not."""
-    g = call.graph
+    g = program.graph
     low, high = g.const(0, "i64"), g.const(size - 1, "i64")
     if e.bounds is not None and e.bounds[0] >= 0 and e.bounds[1] < size:
         return e
     inside = g.op("and", [g.op("ge", [e, low], "bool"), g.op("le", [e, high], "bool")], "bool")
-    call.program.check(inside, f"an index is outside of 0 to {size - 1}")
+    program.check(inside, f"an index is outside of 0 to {size - 1}")
     return g.op("min", [g.op("max", [e, low], "i64"), high], "i64")
 
 
 @operation("index")
-def _advanced(call: Call) -> Array:
+def _advanced(call: OperationCall) -> Array:
     x, indices = call.args[:2]
     lead, at = _adjacent(call, indices)
     sizes = x.shape[lead : lead + len(at)]
@@ -100,18 +101,30 @@ def _advanced(call: Call) -> Array:
     return out
 
 
-def _adjacent(call: Call, indices: Sequence[Any]) -> tuple[int, list[Array]]:
+def _adjacent(call: OperationCall, indices: Sequence[Any]) -> tuple[int, list[Array]]:
     """Index arrays that stand side by side, and how many axes come before."""
     given = [k for k, index in enumerate(indices) if index is not None]
     if given != list(range(given[0], given[-1] + 1)):
         raise call.refuse("with gaps between indices")
-    at = [indices[k] for k in given]
-    if any(a.size and a.ravel()[0].kind == "bool" for a in at):
-        raise Untraceable("an index of truth values: the shape of what it picks depends on values")
+    at: list[Array] = []
+    for k in given:
+        at += _where_true(call, indices[k]) if _is_mask(indices[k]) else [indices[k]]
     return given[0], at
 
 
-def _flat_index(call: Call, places: Sequence[Array], sizes: Sequence[int]) -> Array:
+def _is_mask(index: Array) -> bool:
+    return bool(index.size and index.ravel()[0].kind == "bool")
+
+
+def _where_true(call: OperationCall, mask: Array) -> list[Array]:
+    """Truth values as indices of the true ones, which must not depend on anything."""
+    if any(e.op != "const" for e in mask.ravel()):
+        raise Untraceable("an index of truth values: the shape of what it picks depends on values")
+    places = each(lambda e: e.value, mask).astype(bool).nonzero()
+    return [array([call.graph.const(i, "i64") for i in axis], axis.shape) for axis in places]
+
+
+def _flat_index(call: OperationCall, places: Sequence[Array], sizes: Sequence[int]) -> Array:
     """Indices into several axes as indices into all of them, laid end to end."""
     g = call.graph
     flat = None
@@ -132,30 +145,33 @@ def _flat_index(call: Call, places: Sequence[Array], sizes: Sequence[int]) -> Ar
 
 
 @operation("index_put", "_index_put_impl")
-def _assign(call: Call) -> Array:
+def _assign(call: OperationCall) -> Array:
     x, indices, values = call.args[:3]
     if call.arg(3, "accumulate", False):
         raise call.refuse("that accumulates")
+    if len(indices) == 1 and _is_mask(indices[0]):
+        rest = x.ndim - indices[0].ndim
+        if math.prod(values.shape[: max(values.ndim - rest, 0)]) == 1:  # `x[mask] = value`, the same for all
+            mask = indices[0].reshape(indices[0].shape + (1,) * rest)
+            return call.where(mask, values.reshape(values.shape[max(values.ndim - rest, 0) :]), x)
     lead, at = _adjacent(call, indices)
-    if lead:
-        raise call.refuse("after other axes")
-    sizes = x.shape[: len(at)]
-    places = np.broadcast_arrays(*at)
-    flat: Any = _flat_index(call, places, sizes)
-    rest = x.shape[len(at) :]
-    values = np.broadcast_to(call.as_kind(values, call.kind), (*flat.shape, *rest))
-    out: Array = x.reshape((-1, *rest)).copy()
+    flat: Any = _flat_index(call, np.broadcast_arrays(*at), x.shape[lead : lead + len(at)])
+    before, rest = x.shape[:lead], x.shape[lead + len(at) :]
+    values = np.broadcast_to(call.as_kind(values, call.kind), (*before, *flat.shape, *rest))
+    values = np.moveaxis(values, range(lead, lead + flat.ndim), range(flat.ndim))
+    out: Array = np.moveaxis(x.reshape((*before, -1, *rest)), lead, 0).copy()
     for place in np.ndindex(*flat.shape):
         for k in range(len(out)):
             here = call.graph.op("eq", [flat[place], call.graph.const(k, "i64")], "bool")
-            new = each(lambda new, old, here=here: call.graph.where(here, new, old), values[place], out[k])
+            pair = (np.asarray(part, object) for part in (values[place], out[k]))
+            new = each(lambda new, old, here=here: call.graph.where(here, new, old), *pair)
             out[k] = new if new.ndim else new[()]
-    assigned: Array = out.reshape(x.shape)
+    assigned: Array = np.moveaxis(out, 0, lead).reshape(call.shape)
     return assigned
 
 
 @operation("index_select")
-def _select_by_index(call: Call) -> Array:
+def _select_by_index(call: OperationCall) -> Array:
     x, dim, index = call.args[:3]
     moved = np.moveaxis(x, dim, 0)
     out = np.empty((index.size, *moved.shape[1:]), object)
@@ -167,7 +183,7 @@ def _select_by_index(call: Call) -> Array:
 
 
 @operation("embedding")
-def _embedding(call: Call) -> Array:
+def _embedding(call: OperationCall) -> Array:
     table, index = call.args[:2]
     out = np.empty((*index.shape, table.shape[1]), object)
     for place in np.ndindex(*index.shape):
@@ -178,7 +194,7 @@ def _embedding(call: Call) -> Array:
 
 
 @operation("gather")
-def _gather(call: Call) -> Array:
+def _gather(call: OperationCall) -> Array:
     x, dim, index = call.args[:3]
     if not x.ndim:
         return np.broadcast_to(x, index.shape)
@@ -192,13 +208,15 @@ def _gather(call: Call) -> Array:
 
 
 @operation("scatter", "scatter_add")
-def _scatter(call: Call) -> Array:
+def _scatter(call: OperationCall) -> Array:
     x, dim, index, source = call.args[:4]
     if call.kwargs.get("reduce") is not None:
         raise call.refuse("that reduces")
     g, out = call.graph, np.array(x, object)
     dim %= max(x.ndim, 1)
-    source = np.broadcast_to(call.as_kind(source, call.kind), index.shape)
+    source = call.as_kind(source, call.kind)
+    if not source.ndim:
+        source = np.broadcast_to(source, index.shape)
     for place in np.ndindex(*index.shape):
         inside = _index(call, index[place], x.shape[dim], wraps=False)
         for k in range(x.shape[dim]):
@@ -212,19 +230,20 @@ def _scatter(call: Call) -> Array:
 
 
 @operation("bucketize", "searchsorted")
-def _bucket(call: Call) -> Array:
-    """How many boundaries are below: they are sorted."""
+def _bucket(call: OperationCall) -> Array:
+    """How many boundaries are below: they are sorted, and NaN is above all."""
     x, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
     if call.kwargs.get("sorter") is not None or bounds.ndim != 1:
         raise call.refuse("with a sorter or a batch")
     right = call.kwargs.get("right", False) or call.kwargs.get("side") == "right"
     common = torch.result_type(*call.given[:2])
-    below = call.pointwise(
-        "le" if right else "lt", bounds, as_array(x, call)[..., None], kind="bool", compute=KIND_OF[common]
+    above = call.pointwise(
+        "gt" if right else "ge", bounds, _as_array(x, call)[..., None], kind="bool", compute=KIND_OF[common]
     )
+    below = call.pointwise("not", above, kind="bool")
     return call.fold("add", call.as_kind(below, call.kind), [below.ndim - 1])
 
 
-def as_array(x: Any, call: Call) -> Array:
+def _as_array(x: Any, call: OperationCall) -> Array:
     """A number as an array of its own; arrays as they are."""
     return x if isinstance(x, np.ndarray) else call.as_kind(x, "f64" if isinstance(x, float) else "i64")
