@@ -58,7 +58,7 @@ def as_backend(likelihood: str | Backend) -> Backend:
     Examples:
         >>> as_backend("smc")
         ParticleFilter(num_particles=256, resampling='systematic', ess_threshold=0.5, guide=None, \
-common_random_numbers=True, chunk=None)
+common_random_numbers=True, chunk=None, engine='auto')
     """
     if isinstance(likelihood, Backend):
         return likelihood

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import pyro
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from cpomdp_ppl.errors import CompilerError, UnsupportedModelError, require
@@ -22,7 +23,7 @@ from cpomdp_ppl.native.tracing import Argument
 from cpomdp_ppl.native.watching import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Collection, Hashable
 
     from torch.nn import Module
 
@@ -67,18 +68,17 @@ class Parameter:
 class Parameters:
     """All learned constants of a model.
 
-    To be made inside `inference_scope`, after programs have run, so that the param store knows what they use.
-
     Args:
         model: The model.
-        known: The names that the caller's param store knew before.
+        known: The names that the caller's param store knows.
+        asked: The names that programs ask it for.
 
     Attributes:
         found: The constants that kernels take as inputs.
         missing: Names that programs ask the param store for, and that it does not know yet.
     """
 
-    def __init__(self, model: CPOMDP, known: frozenset[str]) -> None:
+    def __init__(self, model: CPOMDP, known: frozenset[str], asked: Collection[str]) -> None:
         self.found: list[Parameter] = []
         of_modules = set()
         for name, module in model.named_modules():
@@ -120,9 +120,9 @@ class Parameters:
 
     def prior(self, model: CPOMDP) -> Tensor:
         """The model's prior over contexts, which may be learned, too."""
-        if not self.found:
-            return model.prior()
-        with inference_scope(model, 0):
+        if "context_prior" not in model._pyro_params:
+            return model.prior().detach()
+        with inference_scope(model, 0):  # where the param store is asked first
             return model.prior().detach()
 
     def values(self) -> np.ndarray[Any, Any]:
@@ -196,9 +196,10 @@ def _attempt(model: CPOMDP, build: Callable[[CPOMDP, Signature, Parameters], Any
         if any(getattr(module, "_pyro_samples", None) for module in model.modules()):
             raise Untraceable("a PyroSample is drawn once for all particles")
         with inference_scope(model, 0):
-            signature = read_with_dependencies(model)
-            _run_once(model, signature)
-            parameters = Parameters(model, stored)
+            with _Asked() as asked:
+                signature = read_with_dependencies(model)
+                _run_once(model, signature)
+            parameters = Parameters(model, stored, asked.names)
             if parameters.missing:
                 raise Untraceable(f"the param store does not know {parameters.missing} yet")
             with Watch() as watch:
@@ -212,6 +213,17 @@ def _attempt(model: CPOMDP, build: Callable[[CPOMDP, Signature, Parameters], Any
         refusal = UnsupportedModelError(f"{type(model).__name__} cannot be compiled: {why}")
         refusal.__cause__ = error
         return _Entry(definition, parameters=parameters, refusal=refusal)
+
+
+class _Asked(Messenger):
+    """Notes the names of params that programs ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def _pyro_param(self, msg: Any) -> None:
+        self.names.add(msg["name"])
 
 
 def _run_once(model: CPOMDP, signature: Signature) -> None:

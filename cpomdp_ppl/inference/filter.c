@@ -376,6 +376,13 @@ FUNCTION int expected_reward(Room *room, const Task *task, const Cloud *cloud, i
     return status;
 }
 
+/* Who descends from whom; without ancestors, everybody from themselves. */
+FUNCTION void write_ancestors(const i32 *ancestors, const Task *task, int c, i64 b)
+{
+    i32 *out = task->ancestors + ((size_t)c * task->B + b) * task->N;
+    for (int i = 0; i < task->N; i++) out[i] = ancestors ? ancestors[i] : i;
+}
+
 /* Resample, move, reweight. */
 FUNCTION int step(Room *room, const Task *task, i64 b, i64 t, u64 key)
 {
@@ -389,10 +396,7 @@ FUNCTION int step(Room *room, const Task *task, i64 b, i64 t, u64 key)
         if (task->parts & REWARD) status |= expected_reward(room, task, cloud, c, a, &task->rewards[row * C + c]);
         int needed = (task->parts & RESAMPLE) && cloud->ess < low;
         if (needed) resample(room, cloud, key_of(key, OF_RESAMPLING, of_context, 0), (int)task->scheme, N);
-        if (task->ancestors) {
-            i32 *out = task->ancestors + ((size_t)c * task->B + b) * N;
-            for (int i = 0; i < N; i++) out[i] = needed ? room->ancestors[i] : i;
-        }
+        if (task->ancestors) write_ancestors(needed ? room->ancestors : NULL, task, c, b);
         if (task->resampled) task->resampled[row * C + c] = (u8)needed;
         if (!(task->parts & MOVE)) continue;
         if (!task->common || c == 0) draw_noise(room, &p->move, a, key_of(key, OF_MOVE, of_context, 0), N);
@@ -487,6 +491,7 @@ FUNCTION void write_after_end(Room *room, const Task *task, i64 b, i64 t)
         if (task->increments) task->increments[row] = 0;
         if (task->rewards) task->rewards[row] = 0;
         if (task->resampled) task->resampled[row] = 0;
+        if (task->ancestors) write_ancestors(NULL, task, c, b);
         if (task->ess) task->ess[row] = (real)room->clouds[c].ess;
         if (!task->mean) continue;
         real *mean = task->mean + ((size_t)(b * (task->T + 1) + t + 1) * C + c) * D;

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.cloud import Ancestors
 from cpomdp_ppl.inference.kernel_cloud import KernelCloud, array_of
 from cpomdp_ppl.inference.native_filter import I64, MOVE, RESAMPLE, REWARD, VOID, WEIGH
 from cpomdp_ppl.inference.particle_filter import SMC
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from cpomdp_ppl.inference.cloud import Cloud
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.inference.particle_filter import ParticleFilter
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.signature import Leaf
+    from cpomdp_ppl.signature import Leaf, Signature
     from cpomdp_ppl.state import State
 
 CPU = torch.device("cpu")
@@ -40,12 +39,12 @@ class Outcome(NamedTuple):
     Attributes:
         cloud: The cloud after it.
         increment: The evidence increment, float64 `[C, B]`; nothing sensible, if nothing was weighed.
-        ancestors: The ancestor of every particle, int32 `[C, B, N]`; None if that was not asked for.
+        parents: The parent of every particle, int32 `[C, B, N]`; None if that was not asked for.
     """
 
     cloud: Cloud
     increment: Tensor
-    ancestors: Tensor | None
+    parents: Tensor | None
 
 
 class Keys:
@@ -90,19 +89,15 @@ class NativeSMC(SMC):
     Args:
         model: The model.
         settings: The filter.
-        kernel: Gives the kernel of the model as it is now; None if it has none any more.
+        signature: The model's signature, as its kernel knows it.
 
     Attributes:
         keys: Where random numbers come from; None for torch's generator. With keys of its own, the recursion
             needs no `inference_scope` around it.
     """
 
-    def __init__(
-        self, model: CPOMDP, settings: ParticleFilter, kernel: Callable[[], FilterKernel | None]
-    ) -> None:
-        current = kernel()
-        assert current is not None
-        super().__init__(model, settings, current.signature)
+    def __init__(self, model: CPOMDP, settings: ParticleFilter, signature: Signature) -> None:
+        super().__init__(model, settings, signature)
         self._settings = settings
         self.keys: Keys | None = None
 
@@ -123,7 +118,11 @@ class NativeSMC(SMC):
 
     def condition(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
         """Weight the particles by what was observed."""
-        return self.reweight(cloud, observed, None)
+        found = self._from(cloud, WEIGH, observed)
+        if found is not None:
+            return found.cloud, found.increment
+        with self.scope():
+            return super().condition(cloud, observed)
 
     def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
         """Resample, move, reweight."""
@@ -133,32 +132,14 @@ class NativeSMC(SMC):
         with self.scope():
             return super().step(cloud, observed)
 
-    def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
-        """Resample the rows that need it. Says who descends from whom; None if no row did."""
-        C, B, N = cloud.shape
-        found = self._run(B, N, RESAMPLE, cloud, alive=alive)
-        if found is None or found.ancestors is None:
-            with self.scope():
-                return super().resample(cloud, alive)
-        rows = found.cloud.resampled.flatten().nonzero()[:, 0]
-        ancestors = Ancestors(rows, found.ancestors.view(C * B, N).index_select(0, rows).long())
-        return found.cloud, ancestors if len(rows) else None
-
-    def propose(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor | None]:
-        """Move by the model's own `transition`."""
-        found = self._from(cloud, MOVE, observed)
+    def step_with_parents(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor, Tensor | None]:
+        """As `step`, with the parent of every particle, `[C, B, N]`; None if all are their own."""
+        found = self._from(cloud, RESAMPLE | MOVE | WEIGH, observed, parents=True)
         if found is not None:
-            return found.cloud, None
+            assert found.parents is not None
+            return found.cloud, found.increment, found.parents.long()
         with self.scope():
-            return super().propose(cloud, observed)
-
-    def reweight(self, cloud: Cloud, observed: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
-        """Multiply weights by the density of what was observed. Returns the evidence increment `[C, B]`."""
-        found = self._from(cloud, WEIGH, observed) if log_ratio is None else None
-        if found is not None:
-            return found.cloud, found.increment
-        with self.scope():
-            return super().reweight(cloud, observed, log_ratio)
+            return super().step_with_parents(cloud, observed)
 
     def move_states(self, states: State, action: Tensor) -> State:
         """Draw where actions `[B]` lead from states, leaves `[C, B, N, …]`."""
@@ -199,10 +180,10 @@ class NativeSMC(SMC):
         kernel = self._settings.kernel(self.model)
         return None if kernel is None else _Memory(kernel, B, N)
 
-    def _from(self, cloud: Cloud, parts: int, observed: Observed) -> Outcome | None:
+    def _from(self, cloud: Cloud, parts: int, observed: Observed, *, parents: bool = False) -> Outcome | None:
         """Take a cloud through parts of a step."""
         _, B, N = cloud.shape
-        return self._run(B, N, parts, cloud, observed.action, observed.alive, observed)
+        return self._run(B, N, parts, cloud, observed, parents)
 
     def _run(
         self,
@@ -210,15 +191,14 @@ class NativeSMC(SMC):
         N: int,
         parts: int,
         before: Cloud | None = None,
-        action: Tensor | None = None,
-        alive: Tensor | None = None,
         observed: Observed | None = None,
+        with_parents: bool = False,
     ) -> Outcome | None:
         """Run the kernel on a cloud, or from the start; None if it has to be done otherwise."""
         memory = self._memory(B, N)
         if memory is None:
             return None
-        steps = int(action is not None or bool(parts & RESAMPLE))
+        steps = int(observed is not None and observed.action is not None)
         when = "" if steps else "first_"
         resampled: Tensor | None = None  # None for what the kernel will say
         if before is None:
@@ -227,16 +207,15 @@ class NativeSMC(SMC):
             memory.take_cloud(before)
             if not parts & RESAMPLE:
                 resampled = before.resampled
-        if steps:
-            memory.take_actions(action, alive)
-        if parts & WEIGH:
-            assert observed is not None
+        if observed is not None:
+            if steps:
+                memory.take_actions(observed.action, observed.alive)
             memory.take_observations(observed, when)
         increment = memory.new_rows("increments" if steps else "first_increment", torch.float64)
-        ancestors = memory.new("ancestors", torch.int32) if parts == RESAMPLE else None
+        parents = memory.new("ancestors", torch.int32) if with_parents else None
         cloud = memory.new_cloud(resampled)
         done = memory.run(self._settings, parts, steps, self._key())
-        return Outcome(cloud, increment, ancestors) if done else None
+        return Outcome(cloud, increment, parents) if done else None
 
 
 class _Memory:

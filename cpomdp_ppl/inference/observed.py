@@ -272,7 +272,7 @@ class Scored(Enumerated):
             return None
         visible = mask if isinstance(mask, Tensor) else torch.as_tensor(mask)
         if 0 in visible.stride():
-            visible = _unexpanded(visible)
+            visible = unexpanded(visible)
         visible = visible.reshape((1,) * (ENGINE_AXES + self.plate_axes - visible.dim()) + visible.shape)
         if observed is not None:
             visible = visible | ~observed
@@ -292,7 +292,7 @@ class Scored(Enumerated):
         )
 
 
-def _unexpanded(tensor: Tensor) -> Tensor:
+def unexpanded(tensor: Tensor) -> Tensor:
     """A tensor with the axes along which it was merely expanded back at size 1."""
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 

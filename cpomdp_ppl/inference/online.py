@@ -33,8 +33,8 @@ class OnlineFilter:
     """A filter that follows B episodes as they happen.
 
     Fed the steps of a batch, it gives the numbers that `run` gives for the batch (under the same seed, if the
-    batch is handled at once, and by one engine). An episode that has lost all particles is filtered again from its start with
-    more of them, of which as many are drawn as there were.
+    batch is handled at once, and by one engine). An episode that has lost all particles is filtered again
+    from its start with more of them, of which as many are drawn as there were.
 
     Args:
         backend: The filter.

@@ -98,9 +98,8 @@ class ParticleFilter(Backend):
         """The filter at work on a model; any model will do."""
         from cpomdp_ppl.inference.native_recursion import NativeSMC
 
-        if self.kernel(model) is None:
-            return SMC(model, self)
-        return NativeSMC(model, self, lambda: self.kernel(model))
+        kernel = self.kernel(model)
+        return SMC(model, self) if kernel is None else NativeSMC(model, self, kernel.signature)
 
     def kernel(self, model: CPOMDP) -> FilterKernel | None:
         """The compiled filter of a model as it is now; None if the eager engine serves it.
@@ -203,9 +202,15 @@ class SMC(Recursion):
 
     def step(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
         """Resample, move, reweight."""
-        cloud, _ = self.resample(cloud, observed.alive)
+        cloud, increment, _ = self.step_with_parents(cloud, observed)
+        return cloud, increment
+
+    def step_with_parents(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor, Tensor | None]:
+        """As `step`, with the parent of every particle, `[C, B, N]`; None if all are their own."""
+        cloud, ancestors = self.resample(cloud, observed.alive)
         cloud, log_ratio = self.propose(cloud, observed)
-        return self.reweight(cloud, observed, log_ratio)
+        cloud, increment = self.reweight(cloud, observed, log_ratio)
+        return cloud, increment, None if ancestors is None else ancestors.everywhere(cloud.shape)
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
         """Resample the rows that need it. Says who descends from whom; None if no row did."""

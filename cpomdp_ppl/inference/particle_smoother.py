@@ -35,10 +35,9 @@ def smooth(smc: SMC, episodes: Episodes, num_trajectories: int, offset: int) -> 
     parents: list[Tensor | None] = []
 
     def step_noting_parents(cloud: Cloud, seen: Observed) -> tuple[Cloud, Tensor]:
-        cloud, ancestors = smc.resample(cloud, seen.alive)
-        parents.append(None if ancestors is None else ancestors.everywhere(cloud.shape))
-        cloud, log_ratio = smc.propose(cloud, seen)
-        return smc.reweight(cloud, seen, log_ratio)
+        cloud, increment, parent = smc.step_with_parents(cloud, seen)
+        parents.append(parent)
+        return cloud, increment
 
     steps_taken = scan(smc, episodes, offset, step_by=step_noting_parents)
     passed = [(step.after, step.observed) for step in steps_taken]

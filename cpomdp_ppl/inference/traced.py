@@ -16,7 +16,7 @@ from torch import Tensor
 from cpomdp_ppl.handlers import Batched, Recorded, expanded, is_deterministic, mask_of
 from cpomdp_ppl.inference.density import log_density, unfit, unmasked
 from cpomdp_ppl.inference.enumeration import Enumerated
-from cpomdp_ppl.inference.observed import Scored, marginalised
+from cpomdp_ppl.inference.observed import Scored, marginalised, unexpanded
 from cpomdp_ppl.inference.sampling import from_noise
 from cpomdp_ppl.native.expressions import PARTICLE, Graph, Untraceable
 from cpomdp_ppl.native.tracing import ENGINE_AXES, Argument, Traced, argument, trace
@@ -180,10 +180,10 @@ class TracedScores(Scored):
             return
         name, fn = msg["name"], unmasked(msg["fn"])
         spec, value, seen = self.signature.observations[name], self.values[name], self.flags[name]
-        visible = torch.as_tensor(mask_of(msg))
-        if visible.dim() > seen.dim():
+        visible = unexpanded(torch.as_tensor(mask_of(msg)))
+        if math.prod(visible.shape[: max(visible.dim() - seen.dim(), 0)]) > 1:
             raise Untraceable(f"the mask of site '{name}' depends on a site that was not observed")
-        visible = visible.reshape((1,) * (seen.dim() - visible.dim()) + visible.shape)
+        visible = visible.reshape(((1,) * seen.dim() + visible.shape)[-seen.dim() :])
         self.visible[name] = visible.expand(*visible.shape[:ENGINE_AXES], *spec.plates)
         log_prob = torch.where(seen, log_density(fn, value, name), 0.0)
         msg["value"] = value
@@ -222,7 +222,9 @@ class _Tracing:
         A, model = self.model.num_actions, self.model
         with Batched(shape, self.plates):
             state = model.initial(self.context)
-            for step in range(STEPS_AHEAD):
+            for step in range(
+                min(STEPS_AHEAD, model.horizon - 1)
+            ):  # further ahead, programs may know nothing
                 action = self._axis(1, [step % A, (step + 1) % A])
                 state = model.transition(self.signature.broadcast(state, shape), action, self.context)
         full: State = map_state(lambda leaf: leaf.contiguous(), self.signature.broadcast(state, shape))

@@ -6,6 +6,7 @@ import dis
 import gc
 import importlib.util
 import itertools
+import random
 import sys
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,8 @@ from cpomdp_ppl.rng import drawn_from, generators
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from types import FrameType
+
+PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 
 PROGRAMS = ("initial", "transition", "observation", "reward", "forward")
 """Names under which programs are called from outside."""
@@ -171,6 +174,7 @@ class Watch:
         self._importing: FrameType | None = None  # what runs as a module is imported is nobody's program
         self._previous: Any = None
         self._event = self._on_event  # one object, to be recognised
+        self._draws = False  # whether Python's generator was called
 
     def __enter__(self) -> Watch:
         self._drawn = generators()
@@ -190,7 +194,8 @@ class Watch:
         if not undisturbed:
             self._refuse("a program sets a profiler, so that nobody sees what runs")
         for module in drawn_from(self._drawn, generators()):
-            if module != "torch":
+            # Other threads may draw from Python's generator, too: those of a Dask worker do.
+            if module == "numpy.random" or (module == "random" and self._draws):
                 self._refuse(f"a program draws from {module}, and draws differ each time")
         change = next(filter(None, (guard.changed() for guard in self._ahead)), None)
         if change is not None:
@@ -236,6 +241,8 @@ class Watch:
         if self._importing is not None:
             if event == "return" and frame is self._importing:
                 self._importing = None
+        elif event == "c_call":
+            self._draws = self._draws or getattr(arg, "__self__", None) is PYTHONS_GENERATOR
         elif event == "call":
             code = frame.f_code
             trusted = self._trusted.get(id(code))

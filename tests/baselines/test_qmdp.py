@@ -181,13 +181,19 @@ def information_on_light_dark(mean, variance):
 @pytest.mark.slow
 @pytest.mark.parametrize(("moves", "tolerance"), [(0, 0.0006), (1, 0.005)])
 def test_a_look_in_light_dark_tells_what_quadrature_says(moves, tolerance):
-    """From the origin next to nothing, and after a step to the side a lot; to within 10 % and 4 %."""
+    """From the origin next to nothing, and after a step to the side a lot; to within 10 % and 4 %.
+
+    For a single seed, the standard error of the second is itself some 0.004.
+    """
     model, B = LightDark(), 200
-    policy = QMDP(model, states=512, outcomes=32)
-    memory = started(policy, B)
-    for t in range(moves):
-        memory = memory.after(model, percept(model, RIGHT, B), t + 1, seed=t)
-    information = policy.information(memory, moves)
+    found = []
+    for seed in range(6):
+        policy = QMDP(model, states=512, outcomes=32, seed=seed)
+        memory = started(policy, B)
+        for t in range(moves):
+            memory = memory.after(model, percept(model, RIGHT, B), t + 1, seed=t)
+        found.append(policy.information(memory, moves))
+    information = torch.cat(found)
     expected = information_on_light_dark(1.0 * moves, 0.09 + 0.1 * moves)
     assert expected > 8 * tolerance
     assert float(information[:, LOOK].mean()) == pytest.approx(expected, abs=tolerance)

@@ -185,10 +185,14 @@ def test_a_single_family_cannot_tell():
     ("model", "num_particles"), [(LightDark(), 256), (Beacons(), 256), (Beacons(), 1024)]
 )
 def test_how_far_posteriors_are_off(model, num_particles):
-    """Against the spread of posteriors over 16 seeds, which is itself known to a fifth or so."""
+    """What one run says, typically, against the spread of posteriors over 64 seeds.
+
+    The mean of what runs say has heavy tails: over 16 seeds of either engine it was 1.2 to 2.3 times the
+    spread on LightDark. Medians over 30 to 100 seeds were 0.71 to 0.94 times it, on all three.
+    """
     episodes = simulate(model, RandomPolicy(model.num_actions), 32, contexts="balanced", seed=0)
-    runs = [ParticleFilter(num_particles).run(model, episodes, seed=s, moments=False) for s in range(16)]
-    told = torch.stack([run.posterior_error() for run in runs]).mean(0)  # [B]
+    runs = [ParticleFilter(num_particles).run(model, episodes, seed=s, moments=False) for s in range(64)]
+    told = torch.stack([run.posterior_error() for run in runs]).median(0).values  # [B]
     true = torch.stack([run.posterior()[:, -1] for run in runs]).std(0).amax(1)
-    assert 0.7 < float(told.square().mean().sqrt() / true.square().mean().sqrt()) < 1.5
+    assert 0.65 < float(told.square().mean().sqrt() / true.square().mean().sqrt()) < 1.35
     assert not ExtendedKalmanFilter().run(model, episodes).posterior_error().any()

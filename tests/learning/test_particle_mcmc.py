@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from cpomdp_ppl import RandomPolicy, simulate
-from cpomdp_ppl.inference import ParticleFilter, as_backend
+from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter, as_backend
 from cpomdp_ppl.learning import (
     SamplingInterrupted,
     particle_marginal_metropolis_hastings,
@@ -254,7 +254,7 @@ def test_ctrl_c_before_there_are_draws(monkeypatch):
 @pytest.mark.slow
 def test_too_few_particles_are_reported():
     model = LightDark(8, light_variance=positive(0.02))
-    episodes = simulate(model, RandomPolicy(3), 20, seed=0)
+    episodes = simulate(model, RandomPolicy(3), 100, seed=0)
     prior = {"light_variance": dist.LogNormal(-4.0, 0.5)}
     with pytest.warns(UserWarning, match=r"num_particles = 8.*chains stick: take"):
         particle_marginal_metropolis_hastings(model, episodes, prior, seed=0, **QUICK)
@@ -286,3 +286,33 @@ def test_refusals():
     for name in ("blocks", "workers"):
         with pytest.raises(ValueError, match=name):
             run({"power": beta}, **{name: 0})
+
+
+@pytest.mark.slow
+def test_one_kernel_serves_all_values_of_constants():
+    """And it is told them: the Kalman filter has no noise, and the eager one is the truth."""
+    model = LightDark(5, light_variance=positive(1.0), dark_variance=positive(5.0))
+    episodes = simulate(LightDark(5), RandomPolicy(3), 9, seed=0)
+    native, eager = (
+        BlockLikelihood(model, episodes, ExtendedKalmanFilter(engine=engine), use_contexts=False, blocks=2)
+        for engine in ("native", "eager")
+    )
+    kernels, found = set(), set()
+    for light, dark in ((1.0, 5.0), (2.0, 5.0), (0.3, 9.0)):
+        at = {"light_variance": torch.tensor(light).double(), "dark_variance": torch.tensor(dark).double()}
+        value = native(at, 0)
+        assert value == pytest.approx(eager(at, 0), rel=1e-6)
+        kernels.add(id(native.backend.kernel(native.copy)))
+        found.add(round(value, 6))
+    assert len(kernels) == 1
+    assert len(found) == 3
+
+
+@pytest.mark.slow
+def test_an_impossible_block_is_named():
+    """Its episodes are counted from its first, and the message says which that is."""
+    model = Window(10.0)
+    episodes = simulate(model, RandomPolicy(1), 8, seed=0)
+    smc = BlockLikelihood(model, episodes, ParticleFilter(4), use_contexts=False, blocks=2)
+    assert smc.per_block({"width": torch.tensor(1e-3).double()}, {1: 0}) == {1: -float("inf")}
+    assert smc.impossible.startswith("episodes[4:8]: time 1 of episode ")

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 ARRAYS = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i64": np.int64}
 
 FIRST = 10_000
-"""Where the inputs of particles begin: an output that is the input of the same number would not be written."""
+"""Where inputs of particles begin: an output that is the input of the same number would not be written."""
 
 CALL = """
-int call(const f64 *K, const f64 *P, const void *const *tables, const f64 *val, const u8 *flag, void *const *xs,
-         void *const *es, void *const *ys, int N)
+int call(const f64 *K, const f64 *P, const void *const *tables, const f64 *val, const u8 *flag,
+         void *const *xs, void *const *es, void *const *ys, int N)
 {
     const Variant *v = programs.move.variants;
     return v->function(0, 0, K + v->constants, P, tables, val, flag, xs, es, ys, N);
@@ -64,7 +64,7 @@ class Compiled:
         flags: Any = None,
         params: Any = None,
     ) -> tuple[int, list[np.ndarray]]:
-        """Status and outputs, given numbers of the state by `k`, and of noise, and what is the same for all."""
+        """Status and outputs, given numbers of particles by `k`, noise, and what is the same for all."""
         numbers = {("state", FIRST + k): x for k, x in given.items()}
         numbers |= {("noise", k): x for k, x in (noise or {}).items()}
         held = {
