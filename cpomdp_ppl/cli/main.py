@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Examples:
         >>> main(["check", "cpomdp_ppl.models:LightDark", "horizon=10"])
         LightDark: no faults in 2 contexts, 3 actions, 10 steps
+        engine: native; the particle filter runs these programs compiled
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cpomdp_ppl.encoding import Encoding
 from solvers.cids.batch import OWN
+from solvers.cids.layers import log_probabilities, on_features
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Critic(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
-        value = self.mean + self.scale * self.value(features).squeeze(-1)
-        return value, self.context(features).log_softmax(-1), self.state(features)
+        value, context, state = (on_features(f, features) for f in (self.value, self.context, self.state))
+        return self.mean + self.scale * value.squeeze(-1), log_probabilities(context), state
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, statistics: Statistics = OWN) -> None:

@@ -15,6 +15,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.rng import isolated
+from solvers.cids.layers import log_probabilities, on_features
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ class LSTMPolicy(nn.Module):
         """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
         believed = self._believed(prior)[:, None].expand(-1, episodes.horizon, -1)
         hidden, _ = self.lstm(torch.cat([self.encoding.sequence(episodes), believed], -1))
-        hidden = hidden.contiguous()  # once, rather than in every layer on top
-        return self.logits(hidden), hidden
+        return on_features(self.logits, hidden), hidden
 
     def _believed(self, prior: Tensor) -> Tensor:
         """What the network reads of the prior, `[B, C]`, or `[B, 0]` for nothing."""
@@ -130,19 +130,23 @@ class Mixed:
         decision, memory = self.policy.act(history, memory)
         if not self.chance:
             return decision, memory
-        return dist.Categorical(logits=self.mixed(_logits(decision))), memory
+        return dist.Categorical(probs=self.probs(_logits(decision))), memory
 
-    def mixed(self, logits: Tensor) -> Tensor:
-        """The logarithm of the mixture's probabilities, for logits `[…, A]` of the policy.
+    def probs(self, logits: Tensor) -> Tensor:
+        """The mixture's probabilities, for logits `[…, A]` of the policy.
 
         Actions that the policy rules out, with a logit of -inf, stay ruled out.
         """
+        logits = logits.movedim(-1, 0)  # see `log_probabilities`
+        allowed = logits > -torch.inf
+        share = self.chance / allowed.sum(0, dtype=logits.dtype)
+        return ((1 - self.chance) * logits.softmax(0) + share * allowed).movedim(0, -1)
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """Their logarithms, with gradients."""
         if not self.chance:
-            return logits
-        allowed = (logits > -torch.inf).to(logits.dtype)
-        uniform = allowed / allowed.sum(-1, keepdim=True)
-        mixture = (1 - self.chance) * logits.softmax(-1) + self.chance * uniform
-        return mixture.clamp(min=torch.finfo(logits.dtype).tiny).log()
+            return log_probabilities(logits)
+        return self.probs(logits).clamp(min=torch.finfo(logits.dtype).tiny).log()
 
 
 def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -151,9 +155,6 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
     Returns:
         Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
     """
-    if isinstance(policy, Mixed):
-        logits, features = unroll(policy.policy, episodes, prior)
-        return policy.mixed(logits), features
     if isinstance(policy, SequencePolicy):
         return policy.unroll(episodes, prior)
     T = episodes.horizon
@@ -170,7 +171,7 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
 
 
 def evaluate_actions(
-    policy: Policy, episodes: Episodes, prior: Tensor
+    policy: Mixed, episodes: Episodes, prior: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The actions that were taken along episodes, in the eyes of a policy; with gradients.
 
@@ -178,8 +179,8 @@ def evaluate_actions(
         `log π(a_t | h_t)` `[B, T]`, the entropy of `π(· | h_t)` `[B, T]`, and features `[B, T, H]` for a
         critic if the policy has any.
     """
-    logits, features = unroll(policy, episodes, prior)
-    log_policy = logits.log_softmax(-1)  # [B, T, A]
+    logits, features = unroll(policy.policy, episodes, prior)
+    log_policy = policy.log_probs(logits)  # [B, T, A]
     log_probs = log_policy.gather(2, episodes.actions[..., None]).squeeze(2)
     possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
     entropies = -(log_policy.exp() * possible).sum(-1)

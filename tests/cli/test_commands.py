@@ -33,7 +33,10 @@ def own_cache(elsewhere, monkeypatch):
 def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
     coin = ("coin.py:Coin", "bias=0.8")
     assert main(["check", *coin]) == 0
-    assert capsys.readouterr().out == "Coin: no faults in 2 contexts, 3 actions, 4 steps\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "Coin: no faults in 2 contexts, 3 actions, 4 steps",
+        "engine: native; the particle filter runs these programs compiled",
+    ]
 
     words = ["--policy", "random", "--num-episodes", "50", "--contexts", "loaded", "--seed", "1"]
     assert main(["simulate", *coin, *words]) == 0

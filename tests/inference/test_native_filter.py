@@ -10,6 +10,8 @@ numbers: none may be 5 away (one in two million each).
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -907,3 +909,38 @@ def test_a_step_of_a_table_by_time_is_not_looked_up_beyond_the_horizon():
 
     model = Timed()
     assert_engines_agree(model, some_episodes(model, 2, 2))
+
+
+SANITIZED = """
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.models import LightDark, LineGrid
+from tests.inference.test_native_filter import ODD, SCHEMES
+for make in (*ODD, LightDark, LineGrid):
+    model = make()
+    episodes = simulate(model, RandomPolicy(model.num_actions), 3, seed=0)
+    for k, N in enumerate((1, 2, 7, 31, 33, 100)):
+        smc = ParticleFilter(N, SCHEMES[k % 4], (0.5, 1.0)[k % 2], engine="native")
+        assert smc.attempt(model, episodes, seed=0) is not None
+"""
+
+
+@pytest.mark.long
+def test_no_kernel_leaves_its_memory_or_the_language(tmp_path):
+    """Under GCC's sanitizers: addresses, overflows of whole numbers, shifts, divisions."""
+    names = [f"lib{name}.so" for name in ("asan", "ubsan")]
+    words = [["gcc", f"-print-file-name={name}"] for name in names]
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    found = [
+        subprocess.run(each, check=True, capture_output=True, text=True).stdout.strip() for each in words
+    ]
+    if found == names:
+        pytest.skip("this gcc has no sanitizers")
+    variables = {"CC": "gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all"}
+    variables |= {
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "CPOMDP_CACHE": str(tmp_path),
+    }
+    run_python(SANITIZED, env=environment(**variables), timeout=600)
