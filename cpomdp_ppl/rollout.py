@@ -262,7 +262,10 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, plate_axes
             _require_probabilities(decision)
         if S + plate_axes == (B,) and isinstance(decision, dist.Categorical):
             return decision
-        return dist.Categorical(logits=decision.logits.reshape(S + plate_axes + (num_actions,)))
+        axes = S + plate_axes + (num_actions,)
+        if "probs" in vars(decision):  # the logits that torch makes of a probability of 0 are finite
+            return dist.Categorical(probs=decision.probs.reshape(axes))
+        return dist.Categorical(logits=decision.logits.reshape(axes))
     if not isinstance(decision, Tensor):
         raise invalid("policy", decision, "actions [B] or a Categorical over them")
     if decision.is_floating_point() or decision.dtype == torch.bool or decision.shape != (B,):

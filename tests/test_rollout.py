@@ -13,7 +13,7 @@ from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.rng import fresh_seed
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
-from tests.programs import EyesOpen, Learnable, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Walk
 
 
 def test_same_seed_same_episodes(model):
@@ -337,6 +337,15 @@ def test_a_categorical_of_torch_will_do():
 
     assert bool((simulate(Walk(), decide, 4, seed=0).actions == 1).all())
     assert bool((Walk()(decide, 4).actions == 1).all())
+
+
+@pytest.mark.parametrize("program", [Walk, Plates])
+@pytest.mark.parametrize("given", ["probs", "logits"])
+def test_what_a_policy_rules_out_is_impossible_at_the_action_site(program, given):
+    sure = torch.tensor([[0.0, 1.0]])
+    decision = dist.Categorical(**{given: sure if given == "probs" else sure.log()})
+    trace = pyro.poutine.trace(program()).get_trace(lambda history: decision)
+    assert trace.nodes["a_0"]["fn"].probs.flatten().tolist() == [0.0, 1.0]
 
 
 def test_a_history_knows_its_size_and_starts_empty():

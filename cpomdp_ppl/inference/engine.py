@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cpomdp_ppl.errors import CompilerError, UnsupportedModelError, require
 from cpomdp_ppl.handlers import Batched
@@ -23,7 +25,7 @@ from cpomdp_ppl.native.tracing import Argument
 from cpomdp_ppl.native.watching import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from torch.nn import Module
 
@@ -90,14 +92,18 @@ class Parameters:
                 if value is not None:
                     self.found.append(Parameter(ref(module), key, stored))
         # Pyro also keeps the parameters of plain modules, as "layer$$$weight", but they use their own.
-        others = {name for name in pyro.get_param_store()._params if "$$$" not in name} - of_modules
+        others = {name for name in asked if "$$$" not in name} - of_modules
         self.found += [Parameter(None, name, name) for name in sorted(known & others)]
         self.missing = sorted(others - known)
+        # What shares a parameter's memory would not go with one that takes its place.
+        self._shared = _is_memory_shared(model, [each.tensor() for each in self.found])
         self._shapes = self._seen()
 
     def _seen(self) -> list[Any]:
-        tensors = (each.tensor() for each in self.found)
-        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+        return [
+            None if tensor is None else (tensor.shape, tensor.dtype, tensor.data_ptr() if self._shared else 0)
+            for tensor in (each.tensor() for each in self.found)
+        ]
 
     def hold(self) -> bool:
         """Whether they are still the same ones, whatever their values."""
@@ -106,12 +112,12 @@ class Parameters:
         return not self.found or self._seen() == self._shapes
 
     def arguments(self, graph: Graph) -> list[Argument]:
-        """They as inputs `("param", k)` of programs."""
+        """As inputs `("param", k)` of programs."""
         arguments, first = [], 0
         for each in self.found:
             tensor = each.tensor()
-            if tensor is None or tensor.dtype not in KIND_OF:
-                raise Untraceable(f"the parameter '{each.key}' is not made of numbers that kernels know")
+            if tensor is None or not (tensor.is_floating_point() and tensor.dtype in KIND_OF):
+                raise Untraceable(f"the parameter '{each.key}' is not made of real numbers that kernels know")
             kind = KIND_OF[tensor.dtype]
             names = [graph.input("param", first + k, kind) for k in range(tensor.numel())]
             arguments.append(Argument(tensor.detach(), array(names, tuple(tensor.shape))))
@@ -132,6 +138,18 @@ class Parameters:
         return torch.cat(flat).numpy() if flat else np.zeros(0)
 
 
+def _is_memory_shared(model: CPOMDP, parameters: Sequence[Tensor | None]) -> bool:
+    """Whether two parameters, or a parameter and another tensor of a model, lie in the same memory."""
+    places = [tensor.untyped_storage().data_ptr() for tensor in parameters if tensor is not None]
+    others = [
+        tensor.untyped_storage().data_ptr()
+        for module in model.modules()
+        for tensor in (*module._buffers.values(), *tree_leaves(vars(module)))
+        if isinstance(tensor, Tensor) and not isinstance(tensor, torch.nn.Parameter)
+    ]
+    return len(set(places)) < len(places) or not set(places).isdisjoint(others)
+
+
 @dataclass(frozen=True)
 class _Entry:
     """What became of an attempt to compile a model: a kernel, or why there is none."""
@@ -140,7 +158,7 @@ class _Entry:
     guard: Guard | None = None
     parameters: Parameters | None = None
     kernel: Any = None
-    refusal: Exception | None = None
+    refusal: Callable[[], Exception] | None = None  # an exception would keep its frames alive, and the model
 
     def holds(self, model: CPOMDP) -> bool:
         return (
@@ -158,12 +176,17 @@ def _definition(model: CPOMDP) -> tuple[Any, ...]:
     )
 
 
-_entries: WeakKeyDictionary[CPOMDP, dict[Any, _Entry]] = WeakKeyDictionary()
+_entries: dict[int, tuple[ref[CPOMDP], dict[Any, _Entry]]] = {}
+"""By the identity of models, which may be equal without being the same."""
+
 _said: set[tuple[str, str]] = set()
 
 
 def kernel_for(
-    model: CPOMDP, key: Hashable, build: Callable[[CPOMDP, Signature, Parameters], Kernel]
+    model: CPOMDP,
+    key: Hashable,
+    build: Callable[[CPOMDP, Signature, Parameters], Kernel],
+    retry: bool = False,
 ) -> Kernel:
     """The kernel of a model, made when it is first asked for, and again when the model has changed.
 
@@ -172,19 +195,28 @@ def kernel_for(
         key: What tells kernels of one model apart.
         build: Makes the kernel inside `inference_scope`, from the model, its signature with dependencies, and
             its learned constants. It raises `Untraceable` if it cannot.
+        retry: Whether to try again what could not be compiled before.
 
     Raises:
         UnsupportedModelError: If the model has none; the message says which method and line stand in the way.
         CompilerError: If there is no compiler, or it fails.
     """
-    known = _entries.setdefault(model, {})
+    known = _entries_of(model)
     entry = known.get(key)
-    if entry is None or not entry.holds(model):
+    if entry is None or not entry.holds(model) or (retry and entry.refusal is not None):
         entry = known[key] = _attempt(model, build)
     if entry.refusal is not None:
-        raise entry.refusal
+        raise entry.refusal()
     kernel: Kernel = entry.kernel
     return kernel
+
+
+def _entries_of(model: CPOMDP) -> dict[Any, _Entry]:
+    number = id(model)
+    found = _entries.get(number)
+    if found is None or found[0]() is not model:
+        found = _entries[number] = ref(model, lambda gone: _entries.pop(number, None) and None), {}
+    return found[1]
 
 
 def _attempt(model: CPOMDP, build: Callable[[CPOMDP, Signature, Parameters], Any]) -> _Entry:
@@ -207,12 +239,11 @@ def _attempt(model: CPOMDP, build: Callable[[CPOMDP, Signature, Parameters], Any
             inputs = [id(tensor) for each in parameters.found if (tensor := each.tensor()) is not None]
             return _Entry(definition, watch.guard(inputs), parameters, kernel)
     except CompilerError as error:
-        return _Entry(definition, refusal=error)
+        return _Entry(definition, refusal=partial(CompilerError, str(error)))
     except Exception as error:  # what a program raises, it will raise again where it is run as it is
         why = error if isinstance(error, Untraceable | Unguardable) else f"{type(error).__name__}: {error}"
-        refusal = UnsupportedModelError(f"{type(model).__name__} cannot be compiled: {why}")
-        refusal.__cause__ = error
-        return _Entry(definition, parameters=parameters, refusal=refusal)
+        message = f"{type(model).__name__} cannot be compiled: {why}"
+        return _Entry(definition, parameters=parameters, refusal=partial(UnsupportedModelError, message))
 
 
 class _Asked(Messenger):
@@ -246,7 +277,7 @@ def native_or_none(
     if engine == "eager":
         return None
     try:
-        return kernel_for(model, key, build)
+        return kernel_for(model, key, build, retry=engine == "native")
     except (UnsupportedModelError, CompilerError) as error:
         if engine == "native":
             raise

@@ -1,7 +1,7 @@
 /* A particle filter over rows: an episode under each of C contexts, from its start, or by single steps.
 
-   What comes before this text: the prelude and programs.h; `real`, in which weights are computed, and R(f), a function
-   of the prelude in that precision. The programs of a model are in a library of their own. */
+   What comes before this text: the prelude and programs.h; `real`, the type of weights, `score`, that of log-densities,
+   and S(f), a function of the prelude of the latter. The programs of a model are in a library of their own. */
 
 #include <stdlib.h>
 
@@ -12,7 +12,7 @@ enum { OF_RESAMPLING, OF_MOVE, OF_OBSERVATION, OF_START }; /* purposes of random
 
 typedef struct {
     i64 first, last;               /* the episodes to filter */
-    i64 B, T, N, offset;           /* episodes, steps, particles; number of the first episode */
+    i64 B, T, N;                   /* episodes, steps, particles */
     i64 parts, scheme, common;     /* what a step consists of; how to resample; whether contexts share noise */
     f64 threshold;                 /* resample if the effective sample size is below this share of N */
     const u64 *keys;               /* [T + 2]: of the start, of the first observation, of every step */
@@ -53,6 +53,7 @@ typedef struct {
     u32 *scratch;
     i32 *ancestors, *offspring; /* of every particle: its ancestor; how many come from it and those before */
     real *buffer;
+    score *scores;
     f64 *uniforms, *cumulative;
     char *memory;
 } Room;
@@ -69,7 +70,8 @@ FUNCTION void *piece(char **at, size_t bytes)
 FUNCTION int make_room(Room *room, const Programs *p, int N)
 {
     size_t n = (size_t)padded(N) + 32, each = 8 * n + 128, D = (size_t)p->D, C = (size_t)p->C, E = (size_t)p->E;
-    size_t bytes = C * (sizeof(Cloud) + 2 * D * sizeof(void *) + 512 + (2 * D + 3) * each) + E * (sizeof(void *) + each) + 6 * each + 4096;
+    size_t of_cloud = sizeof(Cloud) + 2 * D * sizeof(void *) + 512 + (2 * D + 3) * each;
+    size_t bytes = C * of_cloud + E * (sizeof(void *) + each) + 7 * each + 4096;
     room->p = p;
     room->memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!room->memory) return OUT_OF_MEMORY;
@@ -78,13 +80,16 @@ FUNCTION int make_room(Room *room, const Programs *p, int N)
     for (size_t c = 0; c < C; c++) {
         Cloud *cloud = &room->clouds[c];
         cloud->x = piece(&at, D * sizeof(void *)), cloud->y = piece(&at, D * sizeof(void *));
-        for (size_t k = 0; k < D; k++) cloud->x[k] = piece(&at, size_of(p->type[k]) * n), cloud->y[k] = piece(&at, size_of(p->type[k]) * n);
+        for (size_t k = 0; k < D; k++) {
+            size_t size = size_of(p->type[k]) * n;
+            cloud->x[k] = piece(&at, size), cloud->y[k] = piece(&at, size);
+        }
         cloud->w = piece(&at, sizeof(real) * n);
         cloud->founders = piece(&at, 4 * n), cloud->ends = piece(&at, 4 * n);
     }
     for (size_t k = 0; k < E; k++) room->noise[k] = piece(&at, 8 * n);
     room->scratch = piece(&at, 4 * n), room->ancestors = piece(&at, 4 * n), room->offspring = piece(&at, 4 * n);
-    room->buffer = piece(&at, sizeof(real) * n);
+    room->buffer = piece(&at, sizeof(real) * n), room->scores = piece(&at, sizeof(score) * n);
     room->uniforms = piece(&at, 8 * n), room->cumulative = piece(&at, 8 * n);
     return 0;
 }
@@ -227,7 +232,8 @@ FUNCTION void update_families(Room *room, Cloud *cloud, int N)
     cloud->families = left, cloud->noise += squares;
 }
 
-#define TAKE(T) do { T *restrict y = out; const T *restrict x = in; for (int i = 0; i < N; i++) y[i] = x[at[i]]; } while (0)
+#define TAKE(T) \
+    do { T *restrict y = out; const T *restrict x = in; for (int i = 0; i < N; i++) y[i] = x[at[i]]; } while (0)
 FUNCTION void take(void *out, const void *in, const i32 *restrict at, size_t size, int N)
 {
     if (size == 8) TAKE(u64); else TAKE(u32);
@@ -286,9 +292,11 @@ FUNCTION const Variant *variant(const Room *room, const Program *program, int c,
     return &program->variants[room->p->specialised ? c * room->p->A + a : 0];
 }
 
-FUNCTION int run(const Task *task, const Variant *v, int c, int a, const f64 *values, const u8 *flags, void *const *x, void *const *noise, void *const *y)
+FUNCTION int run(const Task *task, const Variant *v, int c, int a, const f64 *values, const u8 *flags,
+                 void *const *x, void *const *noise, void *const *y)
 {
-    return v->function(c, a, task->constants + v->constants, task->params, task->tables, values, flags, x, noise, y, (int)task->N);
+    const f64 *constants = task->constants + v->constants;
+    return v->function(c, a, constants, task->params, task->tables, values, flags, x, noise, y, (int)task->N);
 }
 
 FUNCTION int start(Room *room, const Task *task, Cloud *cloud, int c, u64 key)
@@ -309,50 +317,62 @@ FUNCTION int move(Room *room, const Task *task, Cloud *cloud, int c, int a)
     return status;
 }
 
-FUNCTION int weigh(Room *room, const Task *task, Cloud *cloud, const Variant *v, int c, int a, const f64 *values, const u8 *flags, f64 *increment)
+/* Multiply weights by densities, whose logarithms are in `scores`, and normalise. Returns the log of their mean. */
+FUNCTION f64 reweigh(Room *room, Cloud *cloud, int N)
 {
-    int N = (int)task->N, nan = 0;
-    real *restrict log_w = room->buffer, *restrict w = cloud->w, highest = -INFINITY;
-    void *out[1] = {log_w};
-    if (!v->function) return NOT_COMPILED;
-    int status = run(task, v, c, a, values, flags, cloud->x, room->noise, out);
-    if (status) return status;
+    int nan = 0;
+    score *restrict log_w = room->scores, highest = -INFINITY;
+    real *restrict w = cloud->w;
     if (cloud->even) {
-        real lowest = INFINITY;
+        score lowest = INFINITY;
 #pragma omp simd reduction(max : highest) reduction(min : lowest) reduction(| : nan)
         for (int i = 0; i < N; i++) {
-            real v = log_w[i];
+            score v = log_w[i];
             nan |= v != v, highest = v > highest ? v : highest, lowest = v < lowest ? v : lowest;
         }
-        if (!nan && highest == lowest && highest < INFINITY) { *increment = highest; return 0; } /* nothing is learned */
+        if (!nan && highest == lowest && highest < INFINITY) return highest; /* nothing is learned */
     } else {
 #pragma omp simd reduction(max : highest) reduction(| : nan)
         for (int i = 0; i < N; i++) {
-            real v = log_w[i] += R(log)(w[i]);
+            score v = log_w[i] += S(log)((score)w[i]);
             nan |= v != v, highest = v > highest ? v : highest;
         }
     }
-    if (nan || highest == INFINITY) { *increment = NAN; return 0; }
-    if (highest == -INFINITY) { *increment = -INFINITY; return 0; }
+    if (nan || highest == INFINITY) return NAN;
+    if (highest == -INFINITY) return -INFINITY;
     f64 total = 0, squares = 0;
     for (int from = 0; from < N; from += BLOCK) {
         int to = from + BLOCK < N ? from + BLOCK : N;
-        real sum = 0, square = 0;
+        score sum = 0, square = 0;
 #pragma omp simd reduction(+ : sum, square)
         for (int i = from; i < to; i++) {
-            real v = R(exp)(log_w[i] - highest);
-            w[i] = v, sum += v, square += v * v;
+            score v = S(exp)(log_w[i] - highest);
+            w[i] = (real)v, sum += v, square += v * v;
         }
         total += sum, squares += square;
     }
     real scale = (real)(1.0 / total);
     for (int i = 0; i < N; i++) w[i] *= scale;
-    *increment = (f64)highest + log(total) - (cloud->even ? log((f64)N) : 0.0);
+    f64 log_mean = (f64)highest + log(total) - (cloud->even ? log((f64)N) : 0.0);
     cloud->ess = total * total / squares, cloud->even = 0;
+    return log_mean;
+}
+
+FUNCTION int weigh(Room *room, const Task *task, Cloud *cloud, const Variant *v, int c, int a,
+                   const f64 *values, const u8 *flags, f64 *increment)
+{
+    void *out[1] = {room->scores};
+    if (!v->function) return NOT_COMPILED;
+    int status = run(task, v, c, a, values, flags, cloud->x, room->noise, out);
+    if (status) return status;
+    unsigned before = denormals_off(); /* of weights; a program may count on them */
+    *increment = reweigh(room, cloud, (int)task->N);
+    denormals_back(before);
     return 0;
 }
 
-FUNCTION int observe(Room *room, const Task *task, int first, int a, u64 key, const f64 *values, const u8 *flags, f64 *increments)
+FUNCTION int observe(Room *room, const Task *task, int first, int a, u64 key,
+                     const f64 *values, const u8 *flags, f64 *increments)
 {
     const Programs *p = room->p;
     int seen = 0, complete = 1, N = (int)task->N, status = 0;
@@ -360,10 +380,13 @@ FUNCTION int observe(Room *room, const Task *task, int first, int a, u64 key, co
     for (int c = 0; c < p->C; c++) increments[c] = 0;
     if (!seen) return 0;
     for (int k = 0; k < p->num_parents; k++) complete &= flags[p->parents[k]];
-    const Program *program = first ? (complete ? &p->first_score : &p->first_partial_score) : complete ? &p->score : &p->partial_score;
+    const Program *program = complete ? (first ? &p->first_score : &p->score)
+                                      : (first ? &p->first_partial_score : &p->partial_score);
     for (int c = 0; c < p->C && !status; c++) {
-        if (!task->common || c == 0) draw_noise(room, program, a, key_of(key, OF_OBSERVATION, task->common ? 0 : c + 1, 0), N);
-        status = weigh(room, task, &room->clouds[c], variant(room, program, c, a), c, a, values, flags, &increments[c]);
+        u64 of_context = task->common ? 0 : (u64)c + 1;
+        if (!task->common || c == 0) draw_noise(room, program, a, key_of(key, OF_OBSERVATION, of_context, 0), N);
+        const Variant *v = variant(room, program, c, a);
+        status = weigh(room, task, &room->clouds[c], v, c, a, values, flags, &increments[c]);
     }
     return status;
 }
@@ -403,14 +426,18 @@ FUNCTION int step(Room *room, const Task *task, i64 b, i64 t, u64 key)
         status |= move(room, task, cloud, c, a);
     }
     if (!status && (task->parts & WEIGH))
-        status = observe(room, task, 0, a, key, task->values + row * p->values, task->flags + row * p->flags, task->increments + row * C);
+        status = observe(room, task, 0, a, key, task->values + row * p->values, task->flags + row * p->flags,
+                         task->increments + row * C);
     return status;
 }
 
-/* ------------------------------------------------------------------------------------------------ clouds in and out */
+/* -------------------------------------------------------------------------------- clouds in and out */
 
-#define LOAD(T, S) for (int i = 0; i < N; i++) ((T *)cloud->x[k])[i] = (T)((const S *)from)[((size_t)row * N + i) * stride]
-#define STORE(T, S) for (int i = 0; i < N; i++) ((S *)to)[((size_t)row * N + i) * stride] = (S)((const T *)cloud->x[k])[i]
+#define PLACE (((size_t)row * N + i) * stride)
+#define LOAD(T, S) for (int i = 0; i < N; i++) ((T *)cloud->x[k])[i] = (T)((const S *)from)[PLACE]
+#define CHECK(S) \
+    for (int i = 0; i < N; i++) bad |= ((const S *)from)[PLACE] < p->low[k] || ((const S *)from)[PLACE] > p->high[k]
+#define STORE(T, S) for (int i = 0; i < N; i++) ((S *)to)[PLACE] = (S)((const T *)cloud->x[k])[i]
 
 FUNCTION int load(const Task *task, const Programs *p, Cloud *cloud, i64 row)
 {
@@ -423,14 +450,10 @@ FUNCTION int load(const Task *task, const Programs *p, Cloud *cloud, i64 row)
         case GIVEN_F64: LOAD(f64, f64); break;
         case GIVEN_BOOL: LOAD(i32, u8); break;
         case GIVEN_I32: LOAD(i32, i32); break;
-        default:
-            if (p->type[k] == I64) { LOAD(i64, i64); break; }
-            LOAD(i32, i64);
-            for (int i = 0; i < N; i++) {
-                i64 v = ((const i64 *)from)[((size_t)row * N + i) * stride];
-                bad |= v < p->low[k] || v > p->high[k];
-            }
+        default: if (p->type[k] == I64) LOAD(i64, i64); else LOAD(i32, i64);
         }
+        if (p->given[k] == GIVEN_I32) CHECK(i32);
+        if (p->given[k] == GIVEN_I64) CHECK(i64);
     }
     if (task->weights_in) {
         memcpy(cloud->w, task->weights_in + row * N, sizeof(real) * N);
@@ -503,13 +526,13 @@ FUNCTION void write_after_end(Room *room, const Task *task, i64 b, i64 t)
 FUNCTION int filter_episode(Room *room, const Task *task, i64 b)
 {
     int C = room->p->C, status = 0;
-    u64 episode = (u64)(b + task->offset);
+    u64 episode = (u64)b;
     for (int c = 0; c < C && !status; c++)
         status = task->state_in ? load(task, room->p, &room->clouds[c], c * task->B + b)
                                 : start(room, task, &room->clouds[c], c, key_of(task->keys[0], episode, 0, 0));
     if (!status && task->first_values)
-        status = observe(room, task, 1, 0, key_of(task->keys[1], episode, 0, 0), task->first_values + b * room->p->values,
-                         task->first_flags + b * room->p->flags, task->first_increment + b * C);
+        status = observe(room, task, 1, 0, key_of(task->keys[1], episode, 0, 0),
+                         task->first_values + b * room->p->values, task->first_flags + b * room->p->flags, task->first_increment + b * C);
     if (status) return status;
     write_step(room, task, b, -1);
     for (i64 t = 0; t < task->T && !status; t++) {
@@ -528,9 +551,7 @@ int filter_rows(const Task *task, const Programs *programs)
 {
     Room room;
     int status = make_room(&room, programs, (int)task->N);
-    unsigned before = denormals_off();
     for (i64 b = task->first; b < task->last && !status; b++) status = filter_episode(&room, task, b);
-    denormals_back(before);
     free(room.memory);
     return status;
 }

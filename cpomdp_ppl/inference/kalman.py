@@ -311,13 +311,13 @@ class KalmanFilter(Backend):
     def recursion(self, model: CPOMDP) -> KalmanRecursion:
         """The filter at work on a model."""
 
-    @abstractmethod
     def kernel(self, model: CPOMDP) -> KalmanKernel | None:
         """The compiled filter of a model as it is now; None if the eager engine serves it."""
+        return None
 
-    @abstractmethod
     def settings(self) -> KalmanSettings:
         """What the compiled filter is told when it runs."""
+        raise NotImplementedError
 
     def _run(
         self, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool, allow_lost: bool

@@ -6,7 +6,8 @@ import ctypes
 import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,9 @@ RESAMPLE, MOVE, WEIGH, REWARD = 1, 2, 4, 8
 NOT_COMPILED = 4
 """The status of a batch in which a site was not observed that others depend on, and that takes other code."""
 
+OTHER_TYPES = 64
+"""The status of a batch whose observations are not of the sites' types."""
+
 WORK_FOR_A_THREAD = 2**18
 """Particle-steps below which a further thread is not worth its start."""
 
@@ -76,18 +80,18 @@ class Task(ctypes.Structure):
     """What the kernel is to do; see filter.c."""
 
     _fields_ = (
-        *((name, I64) for name in ("first", "last", "B", "T", "N", "offset", "parts", "scheme", "common")),
+        *((name, I64) for name in ("first", "last", "B", "T", "N", "parts", "scheme", "common")),
         ("threshold", F64),
         *((name, VOID) for name in POINTERS),
     )
 
 
 @cache
-def _driver(real: str) -> Any:
-    """The filter itself, in a precision of weights: the same for all models."""
+def _driver(real: str, score: str) -> Any:
+    """The filter itself, by the types of weights and of log-densities: the same for all models."""
+    types = f"typedef {real} real;\ntypedef {score} score;\n#define S(name) m_##name{'##_d' if score == 'f64' else ''}"
     text = c_text("filter.c", "cpomdp_ppl.inference")
-    precision = f"typedef {real} real;\n#define R(name) m_##name{'##_d' if real == 'f64' else ''}"
-    function = compiled("\n".join([prelude(), program_declarations(), precision, text])).filter_rows
+    function = compiled("\n".join([prelude(), program_declarations(), types, text])).filter_rows
     function.restype = ctypes.c_int
     return function
 
@@ -113,15 +117,14 @@ class FilterKernel:
         kinds = {e.kind for e in self.traced.initial.outputs} | {KIND_OF[torch.get_default_dtype()]}
         self.dtype = torch.float64 if "f64" in kinds else torch.float32
         with unwatched():
-            self.source, constants = _written(
-                self.traced, model.num_contexts, model.num_actions, KIND_OF[self.dtype]
-            )
+            real, score = KIND_OF[self.dtype], _kind_of_scores(self.traced, KIND_OF[self.dtype])
+            self.source, constants = _written(self.traced, model.num_contexts, model.num_actions, real, score)
         self._constants = np.array([*constants, 0.0])
         self._tables = [np.ascontiguousarray(table) for table in graph.tables]
         self._table_places = np.array([table.ctypes.data for table in self._tables] + [0], np.uint64)
         self._library = compiled(self.source)
         self._programs = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(self._library, "programs")))
-        self._function = _driver(KIND_OF[self.dtype])
+        self._function = _driver(real, score)
 
     def run(
         self, settings: ParticleFilter, model: CPOMDP, episodes: Episodes, seed: int | None, moments: bool
@@ -130,6 +133,9 @@ class FilterKernel:
         B, T, C = len(episodes), episodes.horizon, self.num_contexts
         generator = torch.Generator().manual_seed(fresh_seed(seed))
         first = episodes.initial_observations is not None
+        given_first = episodes.initial_observations if first else {}
+        if not (self.fits(episodes.observations) and (not given_first or self.fits(given_first))):
+            return OTHER_TYPES
         keys = torch.randint(2**62, (1 + first + T,), generator=generator)
         given = {"keys": keys if first else torch.cat([keys[:1], keys])}
         given["actions"], given["lengths"] = episodes.actions, episodes.lengths
@@ -221,7 +227,9 @@ class FilterKernel:
         for each, first, last in zip(tasks, cuts[:-1], cuts[1:], strict=True):
             each.first, each.last = first, last
         with ThreadPoolExecutor(num_threads) as pool:
-            return max(pool.map(lambda each: int(self._function(ctypes.byref(each), self._programs)), tasks))
+            return reduce(
+                or_, pool.map(lambda each: int(self._function(ctypes.byref(each), self._programs)), tasks)
+            )
 
     @cached_property
     def _fixed_places(self) -> dict[str, int]:
@@ -237,8 +245,18 @@ class FilterKernel:
         useful = min(num_episodes, math.ceil(num_episodes * work / WORK_FOR_A_THREAD))
         return max(1, min(torch.get_num_threads(), useful))
 
+    def fits(self, observations: Mapping[str, Tensor]) -> bool:
+        """Whether whole numbers are given as such; what else they might be is for the programs to say."""
+        return all(
+            site.dtype.is_floating_point or observations[name].dtype == site.dtype
+            for name, site in self.traced.sites.items()
+        )
+
     def packed(self, observations: Any, observed: Any, batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Values of all sites side by side, whole numbers as they are in memory; and flags."""
+        """Values of all sites side by side, whole numbers as they are in memory; and flags.
+
+        To be asked only for what `fits`.
+        """
         values, flags = [], []
         for name, site in self.traced.sites.items():
             value = observations[name].reshape(*batch, -1)
@@ -307,7 +325,19 @@ def _listed(tensor: Tensor) -> list[Any]:
     return numbers
 
 
-def _written(traced: TracedModel, C: int, A: int, real: str) -> tuple[str, list[float]]:
+def _kind_of_scores(traced: TracedModel, real: str) -> str:
+    """The kind of log-densities: float64 if weights or any of these are."""
+    observations = [each for each in (traced.observation, traced.first_observation) if each is not None]
+    kinds = {
+        program.outputs[0].kind
+        for each in observations
+        for program in (each.complete, each.partial)
+        if program is not None
+    }
+    return "f64" if "f64" in kinds | {real} else "f32"
+
+
+def _written(traced: TracedModel, C: int, A: int, real: str, score: str) -> tuple[str, list[float]]:
     """The C text of a model's programs, and their constants."""
     first, usual = traced.first_observation, traced.observation
     scores = {
@@ -327,8 +357,8 @@ def _written(traced: TracedModel, C: int, A: int, real: str) -> tuple[str, list[
     source.add("move", traced.transition)
     source.add("reward", traced.reward, output=real)
     for name, program in scores.items():
-        source.add(name, program, output=real, num_masks=traced.num_flags)
-    limits = [bounds or (0, 0) for bounds in traced.bounds]
+        source.add(name, program, output=score, num_masks=traced.num_flags)
+    limits = [bounds or ("INT64_MIN", "INT64_MAX") for bounds in traced.bounds]
     text = source.text(
         C=C,
         A=A,

@@ -130,7 +130,8 @@ class NativeSMC(SMC):
         if found is not None:
             return found.cloud, found.increment
         with self.scope():
-            return super().step(cloud, observed)
+            cloud, increment, _ = super().step_with_parents(cloud, observed)
+            return cloud, increment
 
     def step_with_parents(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor, Tensor | None]:
         """As `step`, with the parent of every particle, `[C, B, N]`; None if all are their own."""
@@ -210,7 +211,8 @@ class NativeSMC(SMC):
         if observed is not None:
             if steps:
                 memory.take_actions(observed.action, observed.alive)
-            memory.take_observations(observed, when)
+            if parts & WEIGH and not memory.take_observations(observed, when):
+                return None
         increment = memory.new_rows("increments" if steps else "first_increment", torch.float64)
         parents = memory.new("ancestors", torch.int32) if with_parents else None
         cloud = memory.new_cloud(resampled)
@@ -277,17 +279,20 @@ class _Memory:
         self._take("founders_in", families.founders, torch.int32, shape)
         self._take("noise_in", families.noise, real, shape[:2])
 
-    def take_observations(self, observed: Observed, when: str) -> None:
-        """What was observed."""
+    def take_observations(self, observed: Observed, when: str) -> bool:
+        """What was observed. Says whether the kernel knows what to do with it."""
+        if not self._kernel.fits(observed.observations):
+            return False
         if self._shape[1] == 1:
             values, flags = self._kernel.packed_one(observed)
             self._hold(f"{when}values", values)
             self._hold(f"{when}flags", flags)
-            return
+            return True
         packed = self._kernel.packed(observed.observations, observed.observed, self._shape[1:2])
         for name, tensor in zip(("values", "flags"), packed, strict=True):
             self._held.append(tensor)
             self._places[f"{when}{name}"] = tensor.data_ptr()
+        return True
 
     def new(self, name: str, dtype: torch.dtype) -> Tensor:
         """Room for a number of every particle, `[C, B, N]`."""

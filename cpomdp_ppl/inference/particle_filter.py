@@ -21,6 +21,7 @@ from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.inference.scan import observed_in_time, require_possible
+from cpomdp_ppl.inference.traced import SUMMED
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -36,9 +37,6 @@ PARTICLES_AT_ONCE = 2**18
 
 MOST_PARTICLES = 2**15
 """From so many on, a filter that has lost an episode is not given more."""
-
-SUMMED = 16
-"""A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class ParticleFilter(Backend):
             `transition`, or `"ekf"` to derive them by linearising the model; None for the bootstrap filter.
         common_random_numbers: Whether the contexts of an episode share their noise, which makes their
             likelihood ratio less noisy.
-        chunk: How many episodes to handle at once; chosen to bound memory if left out.
+        chunk: How many episodes the eager engine handles at once; chosen to bound memory if left out.
         engine: `"native"` compiles the model's programs, and refuses those that cannot be compiled; `"eager"`
             runs them as they are; `"auto"` compiles what it can. The two have random numbers of their own.
 

@@ -259,10 +259,10 @@ class _Tracing:
 
     def _flat(self, state: Any, size: int) -> list[Tensor]:
         full = self.signature.broadcast(state, torch.Size((size,) * ENGINE_AXES))
-        return [
-            leaf.to(own.dtype)
-            for (_, leaf), (_, own) in zip(leaves(full), leaves(self.signature.state), strict=True)
-        ]
+        for (name, leaf), (_, own) in zip(leaves(full), leaves(self.signature.state), strict=True):
+            if leaf.dtype != own.dtype:
+                raise Untraceable(f"'{name}' in the state is {leaf.dtype}, but {own.dtype} at first")
+        return [leaf for _, leaf in leaves(full)]
 
     def _split(self, traced: Traced, outputs: int) -> Traced:
         """What follows the outputs are conditions."""
@@ -308,7 +308,10 @@ class _Tracing:
             return [reward.expand(*[len(context)] * ENGINE_AXES, *[1] * self.plates)]
 
         arguments = [*self._given(), *self._states(bounds)]
-        return trace(self.graph, "reward", program, arguments, self.parameters)
+        traced = trace(self.graph, "reward", program, arguments, self.parameters)
+        if traced.noise:
+            raise Untraceable("reward: random numbers are drawn that are no sample site")
+        return traced
 
     def observation(self, bounds: Sequence[Bounds], first: bool) -> TracedObservation:
         """What is observed."""
@@ -366,6 +369,8 @@ def trace_model(
         Untraceable: If that cannot be done; the message says which method and line stand in the way.
     """
     tracing = _Tracing(model, signature, parameters, Graph() if graph is None else graph)
+    if not tracing.dim:
+        raise Untraceable("its state has no numbers")
     initial = tracing.initial()
     transition, bounds = _closed(tracing, initial)
     if model.states is not None:

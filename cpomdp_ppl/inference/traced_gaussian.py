@@ -247,7 +247,7 @@ class _GaussianTracing:
     def _some_point(self) -> Tensor:
         """A state after some steps, as a vector."""
         x = self._started(self.context, self._noise(self.initial_noise))
-        for step in range(STEPS_AHEAD):
+        for step in range(min(STEPS_AHEAD, self.model.horizon - 1)):
             action = self._axis(1, [step % self.model.num_actions, (step + 1) % self.model.num_actions])
             x = self._moved(action, self.context, x, self._noise(self.transition_noise))
         return x.contiguous()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cpomdp_ppl.native.expressions import NUMPY, PARTICLE, RANGE, Expr, Untraceable, in_order
+from cpomdp_ppl.native.expressions import PARTICLE, RANGE, Expr, Untraceable, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -213,8 +213,3 @@ class Text:
         ):
             return f"({c_type(e)})({a[0]} & {divisor.value - 1})"
         return f"({c_type(e)}){'i_remainder' if e.op == 'mod' else 'i_floor_div'}({a[0]}, {a[1]})"
-
-
-def numpy_type(e_kind: str) -> type:
-    """The NumPy type that a table of a kind has in memory."""
-    return NUMPY[e_kind]

