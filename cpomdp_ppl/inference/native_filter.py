@@ -89,7 +89,8 @@ class Task(ctypes.Structure):
 @cache
 def _driver(real: str, score: str) -> Any:
     """The filter itself, by the types of weights and of log-densities: the same for all models."""
-    types = f"typedef {real} real;\ntypedef {score} score;\n#define S(name) m_##name{'##_d' if score == 'f64' else ''}"
+    wide = "##_d" if score == "f64" else ""
+    types = f"typedef {real} real;\ntypedef {score} score;\n#define S(name) m_##name{wide}"
     text = c_text("filter.c", "cpomdp_ppl.inference")
     function = compiled("\n".join([prelude(), program_declarations(), types, text])).filter_rows
     function.restype = ctypes.c_int

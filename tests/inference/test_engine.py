@@ -94,9 +94,7 @@ def test_what_kernels_do_not_do():
 
 @pytest.mark.parametrize("make", [ParticleFilter, ExtendedKalmanFilter, UnscentedKalmanFilter])
 def test_an_engine_that_there_is_not(make):
-    with pytest.raises(
-        ValueError, match=r"engine: expected one of \['auto', 'native', 'eager'\], got fast"
-    ):
+    with pytest.raises(ValueError, match=r"engine: expected one of \['auto', 'native', 'eager'\], got fast"):
         make(engine="fast")
 
 
