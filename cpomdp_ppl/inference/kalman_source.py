@@ -162,7 +162,7 @@ class _Functions:
             "return bad;",
         ]
         body = "\n    ".join(lines)
-        name = self._names.setdefault(body, f"f{len(self._names)}")
+        name = self._names.setdefault(body, f"f_{len(self._names)}")
         first, moves = len(self.constants), any(e.level == PARTICLE for e in every)
         self.constants += text.constants
         return f"{{{name}, {first}, {int(moves)}}}"

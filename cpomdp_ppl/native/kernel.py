@@ -120,7 +120,7 @@ class Source:
             return "{0}", set()
         written = [k for k, same in enumerate(stays) if not (same and output is None)]
         body, constants = self._body(roots, masks, checks, written, output)
-        name = self.functions.setdefault(body, f"f{len(self.functions)}")
+        name = self.functions.setdefault(body, f"f_{len(self.functions)}")
         first = len(self.constants)
         self.constants += constants
         flags = ", ".join(str(int(k in written)) for k in range(len(roots)))

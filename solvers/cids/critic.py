@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from cpomdp_ppl.encoding import Encoding
 from solvers.cids.batch import OWN
-from solvers.cids.layers import log_probabilities
+from solvers.cids.layers import log_softmax
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Critic(nn.Module):
         # One product for all, with time first, as a recurrent network lays out its memory.
         outputs = linear(features.transpose(0, 1), weight, bias).transpose(0, 1)
         value, context, state = outputs.split([f.out_features for f in layers], -1)
-        return self.mean + self.scale * value.squeeze(-1), log_probabilities(context), state
+        return self.mean + self.scale * value.squeeze(-1), log_softmax(context), state
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, statistics: Statistics = OWN) -> None:

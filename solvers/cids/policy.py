@@ -16,7 +16,7 @@ from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.rng import isolated
-from solvers.cids.layers import log_probabilities, lstm_step
+from solvers.cids.layers import log_softmax, lstm_step
 from solvers.cids.priors import log_odds
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Mixed:
 
         Actions that the policy rules out, with a logit of -inf, stay ruled out.
         """
-        logits = logits.movedim(-1, 0)  # see `log_probabilities`
+        logits = logits.movedim(-1, 0)  # see `log_softmax`
         share: float | Tensor = self.chance / len(logits)
         if not float(logits.min()) > -math.inf:
             allowed = (logits > -torch.inf).to(logits.dtype)
@@ -149,7 +149,7 @@ class Mixed:
     def log_probs(self, logits: Tensor) -> Tensor:
         """Their logarithms, with gradients."""
         if not self.chance:
-            return log_probabilities(logits)
+            return log_softmax(logits)
         return self.probs(logits).clamp(min=torch.finfo(logits.dtype).tiny).log()
 
 

@@ -11,8 +11,10 @@ import torch
 
 from cpomdp_ppl.native import kernel as kernels
 from cpomdp_ppl.native.c_code import Text, c_type
+from cpomdp_ppl.native.compiler import compiled
 from cpomdp_ppl.native.expressions import Graph, Untraceable, evaluate
 from cpomdp_ppl.native.kernel import Source
+from cpomdp_ppl.native.prelude import prelude, program_declarations
 from cpomdp_ppl.native.tracing import Traced, argument, trace
 from tests.native.compiled import FIRST, Compiled
 
@@ -166,7 +168,7 @@ def test_constants_are_no_part_of_the_text():
         np.testing.assert_allclose(kernel({0: np.ones(5)})[1][0], np.full(5, value, np.float32))
         texts.append(kernel.text)
     assert texts[0] == texts[1]
-    assert not re.search(r"0\.[37]\b", texts[0].split("static int f0")[1])
+    assert not re.search(r"0\.[37]\b", texts[0].split("static int f_0")[1])
 
 
 def test_too_many_statements_are_refused(monkeypatch):
@@ -184,3 +186,18 @@ def test_an_operation_without_c_code_is_refused():
     unknown = graph._make("gudermannian", (graph.input("state", 0, "f32"),), "f32", None)
     with pytest.raises(Untraceable, match="there is no C code for 'gudermannian'"):
         Text(lambda e: "x").add([unknown])
+
+
+@pytest.mark.slow
+def test_many_functions_have_names_of_their_own():
+    """More than 64 of them, and `f32` and `f64` are types."""
+    graph, contexts = Graph(), 24
+    x, c = graph.input("state", 0, "f32"), graph.input("context", 0, "i64", (0, contexts - 1))
+    source = Source(graph, contexts, 1, 0, ["f32"])
+    for name, op in (("start", "exp"), ("move", "tanh"), ("reward", "sin")):
+        powers = [x]
+        for _ in range(contexts):
+            powers.append(graph.op(op, [powers[-1]], "f32"))
+        source.add(name, Traced((graph.look_up(powers[1:], c),), ()), output="f32")
+    assert len(source.functions) == 3 * contexts > 64
+    compiled("\n".join([prelude(), program_declarations(), source.text(C=contexts, A=1)]))

@@ -3,13 +3,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from solvers.cids.layers import log_probabilities, lstm_step
+from solvers.cids.layers import log_softmax, lstm_step
 
 
 def test_logarithms_of_probabilities_are_those_of_torch():
     logits = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[1, 2, 3] = -torch.inf  # ruled out
-    torch.testing.assert_close(log_probabilities(logits), logits.log_softmax(-1))
+    torch.testing.assert_close(log_softmax(logits), logits.log_softmax(-1))
 
 
 def test_a_step_of_an_lstm_is_that_of_torch():
