@@ -21,7 +21,6 @@ from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.inference.scan import observed_in_time, require_possible
-from cpomdp_ppl.inference.traced import SUMMED
 from cpomdp_ppl.rng import RandomStream, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
@@ -37,6 +36,9 @@ PARTICLES_AT_ONCE = 2**18
 
 MOST_PARTICLES = 2**15
 """From so many on, a filter that has lost an episode is not given more."""
+
+SUMMED = 16
+"""A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
 
 
 @dataclass(frozen=True)

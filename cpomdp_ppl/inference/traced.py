@@ -16,7 +16,7 @@ from torch import Tensor
 from cpomdp_ppl.handlers import Batched, Recorded, expanded, is_deterministic, mask_of
 from cpomdp_ppl.inference.density import log_density, unfit, unmasked
 from cpomdp_ppl.inference.enumeration import Enumerated
-from cpomdp_ppl.inference.observed import Scored, marginalised, unexpanded
+from cpomdp_ppl.inference.observed import MOST_VALUES, Scored, marginalised, unexpanded
 from cpomdp_ppl.inference.sampling import from_noise
 from cpomdp_ppl.native.expressions import PARTICLE, Graph, Untraceable
 from cpomdp_ppl.native.tracing import ENGINE_AXES, Argument, Traced, argument, trace
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl.native.expressions import Bounds
     from cpomdp_ppl.signature import Signature
     from cpomdp_ppl.state import State
-
-SUMMED = 16
-"""A hidden site with more values, others counted in, is drawn by every particle rather than summed over."""
 
 STEPS_AHEAD = 3
 """Steps from the start after which programs are looked at: states have spread out by then."""
@@ -170,7 +167,7 @@ class TracedScores(Scored):
         own = next(len(site.plates) for site in signature.observations.values())
         Enumerated.__init__(self, "observation", own)
         self.values, self.flags, self.signature, self.hidden = values, flags, signature, hidden
-        self.left = SUMMED
+        self.left = MOST_VALUES  # of all sites that may be hidden, though seldom all are
         self.draw = lambda name, fn: (draws.draw(fn), torch.zeros(()))
         self.log_prob: Tensor | None = None
         self.visible: dict[str, Tensor] = {}

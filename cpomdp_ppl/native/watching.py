@@ -22,10 +22,9 @@ from cpomdp_ppl.native.guard import (
     Guard,
     Reach,
     Unguardable,
-    is_trusted_class,
-    is_trusted_code,
     weakly,
 )
+from cpomdp_ppl.native.trust import is_trusted_class, is_trusted_code
 from cpomdp_ppl.rng import drawn_from, generators
 
 if TYPE_CHECKING:
@@ -183,12 +182,17 @@ class Watch:
         self._previous = sys.getprofile()
         if self._previous is not None and not callable(self._previous):
             self._previous.disable()
+        # Callbacks of the collector would be taken for a program's, whenever they happen to run.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         undisturbed = sys.getprofile() is self._event
         sys.setprofile(self._previous if callable(self._previous) else None)
+        if self._collects:
+            gc.enable()
         if self._previous is not None and not callable(self._previous):
             self._previous.enable()
         if not undisturbed:

@@ -141,7 +141,7 @@ class Mixed:
         """
         logits = logits.movedim(-1, 0)  # see `log_softmax`
         share: float | Tensor = self.chance / len(logits)
-        if not float(logits.min()) > -math.inf:
+        if not float(logits.detach().min()) > -math.inf:
             allowed = (logits > -torch.inf).to(logits.dtype)
             share = self.chance * allowed / allowed.sum(0)
         return ((1 - self.chance) * logits.softmax(0) + share).movedim(0, -1)

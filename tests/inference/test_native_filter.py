@@ -188,6 +188,7 @@ def test_every_way_to_resample_is_unbiased(make, scheme, threshold, common):
     assert_unbiased(model, some_episodes(model, 2, 3), exact, native(32, resampling=scheme, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_particles", [1, 2, 3, 7, 31, 33, 100, 256, 1000])
 def test_any_number_of_particles_is_unbiased(num_particles):
     model = Walk()
@@ -216,6 +217,7 @@ class Coin(CPOMDP):
         return torch.tensor([1.0, 0.0, -1.0])[state]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_particles", [2, 3, 5])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_resampling_is_fair(scheme, num_particles):
@@ -643,6 +645,7 @@ def assert_same_bits(one, other) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Walk, ContextualTiger, EyesOpen])
 def test_an_episode_is_filtered_the_same_in_any_company(make):
     model = make()
@@ -755,6 +758,7 @@ def test_learned_constants_may_change_between_runs():
     pyro.clear_param_store()
 
 
+@pytest.mark.slow
 def test_the_default_type_is_that_of_the_run():
     model = Walk()
     episodes = some_episodes(model, 1, 2)
@@ -861,6 +865,7 @@ FAULTS = [DividesByZero, MissesTable, MissesClass, BreaksProbability, LosesRewar
 FAULTS += [LosesDensity, TooDense, NotPositive]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FAULTS)
 def test_what_is_wrong_in_a_program_is_the_same_error_by_either_engine(make):
     model = make()
@@ -910,6 +915,7 @@ def test_a_refusal_names_the_method_and_the_line():
         native().run(Looks(), some_episodes(Walk()), seed=0)
 
 
+@pytest.mark.slow
 def test_bounds_of_whole_numbers_are_given_up_only_where_they_grow():
     kernel = native().kernel(Register())
     assert kernel.traced.bounds[:3] == ((0, 2),) * 3
