@@ -80,7 +80,7 @@ def as_indices(argument: str, values: Any, names: Sequence[str]) -> Tensor:
 def are_probabilities(p: Tensor) -> bool:
     """Whether `[…, K]` is non-negative and sums to 1."""
     p = p.detach()
-    return float(p.min()) >= 0 and float((p.sum(-1) - 1).abs().max()) <= 2e-5  # NaN is neither
+    return bool(p.numel()) and float(p.min()) >= 0 and float((p.sum(-1) - 1).abs().max()) <= 2e-5
 
 
 def how_many_fit(budget: int, each: int) -> int:

@@ -36,6 +36,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_tutorial.py")
 
 
+EAGER = {
+    "abuse": ("test_backends", "test_structure", "test_hygiene"),
+    "experiments": ("",),
+    "inference": (
+        *(
+            "test_bool_states",
+            "test_choice",
+            "test_discrete_sites",
+            "test_finite",
+            "test_grid",
+            "test_invariances",
+        ),
+        *("test_kalman", "test_moment_matching", "test_resolution", "test_smoothing"),
+    ),
+}
+"""Tests of what is not compiled: to trace and compile all their models would take as long as they do."""
+
+
+@pytest.fixture(autouse=True)
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make abuse` compiles everything."""
+    path = request.path
+    if path.stem.startswith(EAGER.get(path.parent.name, ("-",))) and "CPOMDP_ABUSE" not in os.environ:
+        monkeypatch.setenv("CPOMDP_ENGINE", "eager")
+
+
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> CPOMDP:
     """Each of the four models that come with the package."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -272,8 +273,12 @@ def native_or_none(
 ) -> Kernel | None:
     """The kernel that an engine runs a model with; None for the eager engine.
 
-    `auto` falls back on the eager one where there is no kernel, and says so once, in the log.
+    `auto` means what the environment variable `CPOMDP_ENGINE` says. Without it, where there is no kernel, it
+    falls back on the eager one, and says so once, in the log.
     """
+    if engine == "auto":
+        engine = os.environ.get("CPOMDP_ENGINE", "auto")
+        require(engine in ENGINES, "CPOMDP_ENGINE", engine, f"one of {list(ENGINES)}")
     if engine == "eager":
         return None
     try:

@@ -98,6 +98,19 @@ def test_an_engine_that_there_is_not(make):
         make(engine="fast")
 
 
+def test_the_environment_says_what_auto_means(monkeypatch):
+    model = LightDark(3)
+    monkeypatch.setenv("CPOMDP_ENGINE", "eager")
+    assert ParticleFilter().kernel(model) is None
+    assert ParticleFilter(engine="native").kernel(model) is not None
+    monkeypatch.setenv("CPOMDP_ENGINE", "native")
+    with pytest.raises(UnsupportedModelError, match="Branching cannot be compiled"):
+        ParticleFilter().kernel(Branching())
+    monkeypatch.setenv("CPOMDP_ENGINE", "quick")
+    with pytest.raises(ValueError, match="CPOMDP_ENGINE: expected one of"):
+        ParticleFilter().kernel(model)
+
+
 class Unheard(Walk):
     """A program whose text no cache holds."""
 
