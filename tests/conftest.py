@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 EAGER = {
     "abuse": ("test_backends", "test_structure", "test_hygiene"),
-    "experiments": ("",),
+    "experiments": ("test_execute", "test_sweep"),
     "inference": (
         *(
             "test_bool_states",

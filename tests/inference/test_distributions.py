@@ -20,11 +20,23 @@ from scipy import stats
 
 from cpomdp_ppl import CPOMDP, Episodes
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError
-from cpomdp_ppl.inference import BACKENDS, GridFilter, ParticleFilter
+from cpomdp_ppl.inference import (
+    BACKENDS,
+    ExtendedKalmanFilter,
+    GridFilter,
+    ParticleFilter,
+    UnscentedKalmanFilter,
+)
 from tests.distributions import CASES, DRAWS, NO_SITES, Case, exported
 
 PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
-SETTINGS = {"smc": ParticleFilter(num_particles=2000), "grid": GridFilter(num_points=128)}
+SETTINGS = {
+    "smc": ParticleFilter(num_particles=2000),
+    "grid": GridFilter(num_points=128),
+    # Which sites they serve does not depend on the engine; `test_native_kalman` compares the two.
+    "ekf": ExtendedKalmanFilter(engine="eager"),
+    "ukf": UnscentedKalmanFilter(engine="eager"),
+}
 SENSOR = 1.0
 THRESHOLD = 0.55
 ACCURACY = {"smc": 1e-4, "ekf": 1e-4, "ukf": 1e-4, "exact": 1e-3, "grid": 3e-3}
