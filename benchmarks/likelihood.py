@@ -255,9 +255,10 @@ def accuracy(model: LightDark) -> None:
         axis.loglog(times, errors, "o-", color=colours[family])
     axis.set(xlabel="time for 64 episodes, ms", ylabel="mean |H − H exact|, bits")
     axis.set_title("LightDark: accuracy of the context posterior against time")
-    axis.set_xticks([10, 20, 50, 100, 200, 500, 1000], labels=["10", "20", "50", "100", "200", "500", "1000"])
+    ticks = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    axis.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlim(10, 2500)
+    axis.set_xlim(0.15, 2500)
     axis.grid(alpha=0.3)
     path = Path("runs/likelihood_accuracy.png")
     path.parent.mkdir(exist_ok=True)
