@@ -231,7 +231,7 @@ def _attempt(model: CPOMDP, build: Callable[[CPOMDP, Signature, Parameters], Any
         with inference_scope(model, 0):
             with _Asked() as asked:
                 signature = read_with_dependencies(model)
-                _run_once(model, signature)
+                run_once(model, signature)
             parameters = Parameters(model, stored, asked.names)
             if parameters.missing:
                 raise Untraceable(f"the param store does not know {parameters.missing} yet")
@@ -258,14 +258,16 @@ class _Asked(Messenger):
         self.names.add(msg["name"])
 
 
-def _run_once(model: CPOMDP, signature: Signature) -> None:
-    """Run the programs that reading the signature has not: what they keep for later, they have then kept."""
+def run_once(model: CPOMDP, signature: Signature) -> None:
+    """Run all programs: what they keep for later, they have then kept, and a watch sees what they read."""
     shape = torch.Size((1, 1, 1))
     zero = torch.zeros((*shape, *[1] * model.max_plate_nesting), dtype=torch.long, device=model.device)
     with Batched(shape, model.max_plate_nesting):
         state = signature.broadcast(model.initial(zero), shape)
         state = signature.broadcast(model.transition(state, zero, zero), shape)
         model.reward(state, zero, zero)
+        for action in (zero, None) if model.initial_observation else (zero,):
+            model.observation(state, action, zero)
 
 
 def native_or_none(

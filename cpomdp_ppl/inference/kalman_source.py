@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.native.c_code import Text, c_type
+from cpomdp_ppl.native.c_code import Text, c_type, table_type
 from cpomdp_ppl.native.expressions import PARTICLE, Untraceable
 from cpomdp_ppl.native.kernel import MOST_STATEMENTS, MOST_VARIANTS
 from cpomdp_ppl.native.simplify import hoisted
@@ -26,7 +26,6 @@ typedef int (*Function)({ARGUMENTS});
 /* A program under one context and action: where its constants begin, and whether it depends on the point. */
 typedef struct {{ Function function; int constants, moves; }} Variant;
 """
-TABLE_TYPES = {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "u8"}
 
 
 def kalman_source(model: GaussianModel, C: int, A: int, extended: bool) -> tuple[str, list[float]]:
@@ -148,8 +147,7 @@ class _Functions:
         self._statements += len(text.row) + len(text.particle)
         if self._statements > MOST_STATEMENTS:
             raise Untraceable(f"it takes more than {MOST_STATEMENTS:,} statements in C")
-        tables = self.graph.tables
-        lines = [f"const {TABLE_TYPES[tables[k].dtype.name]} *t{k} = tables[{k}];" for k in text.tables]
+        lines = [f"const {table_type(self.graph, k)} *t{k} = tables[{k}];" for k in text.tables]
         lines += text.row
         lines += [f"if (flag[{k}] & !({text.name(e)})) return 1;" for k, e in masks]
         inside = [*text.particle]

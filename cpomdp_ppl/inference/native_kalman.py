@@ -13,7 +13,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.handlers import Batched
+from cpomdp_ppl.inference.engine import run_once
 from cpomdp_ppl.inference.filtering import Filtering
 from cpomdp_ppl.inference.kalman_source import kalman_source
 from cpomdp_ppl.inference.moment_matching import normal_points
@@ -23,7 +23,7 @@ from cpomdp_ppl.native.compiler import compiled
 from cpomdp_ppl.native.expressions import KIND_OF, Graph, Untraceable, inputs_of
 from cpomdp_ppl.native.operations import array
 from cpomdp_ppl.native.prelude import c_text, prelude
-from cpomdp_ppl.native.tracing import ENGINE_AXES, Argument
+from cpomdp_ppl.native.tracing import Argument
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -261,8 +261,8 @@ def _traced(
         copy = in_double_precision(model)
         learned = _learned(model, copy, parameters, graph)
         traced = trace_gaussian(copy, signature, learned, graph, extended)
-    if copy is not model:
-        _run_once(model, signature)
+    if copy is not model:  # the watch has to see what programs read in the model itself
+        run_once(model, signature)
     if _room(traced) > LARGEST:
         raise Untraceable("states and observations are large enough for matrix libraries")
     return traced, None if copy is model else copy
@@ -272,18 +272,6 @@ def _room(traced: GaussianModel) -> int:
     """How many numbers a step of the kernel needs room for, at the most."""
     D, M, n = traced.dim, len(traced.flag_of), traced.dim + traced.transition_noise
     return (2 * n + 1) * (3 * D + n) + (2 * D + 1) * (M * (M + 2) + 3 * D) + 2 * D * traced.initial_noise
-
-
-def _run_once(model: CPOMDP, signature: Signature) -> None:
-    """Run all programs: who watches has to see what they read in the model itself, and not in its copy."""
-    zero = torch.zeros((1,) * (ENGINE_AXES + model.max_plate_nesting), dtype=torch.long)
-    shape = torch.Size((1,) * ENGINE_AXES)
-    with Batched(shape, model.max_plate_nesting):
-        state = signature.broadcast(model.initial(zero), shape)
-        state = signature.broadcast(model.transition(state, zero, zero), shape)
-        model.reward(state, zero, zero)
-        for action in (zero, None) if model.initial_observation else (zero,):
-            model.observation(state, action, zero)
 
 
 def _learned(model: CPOMDP, copy: CPOMDP, parameters: Parameters, graph: Graph) -> list[Argument]:

@@ -11,6 +11,8 @@ from cpomdp_ppl.native.expressions import PARTICLE, RANGE, Expr, Untraceable, in
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from cpomdp_ppl.native.expressions import Graph
+
 INFIX = {
     "add": "+",
     "sub": "-",
@@ -213,3 +215,9 @@ class Text:
         ):
             return f"({c_type(e)})({a[0]} & {divisor.value - 1})"
         return f"({c_type(e)}){'i_remainder' if e.op == 'mod' else 'i_floor_div'}({a[0]}, {a[1]})"
+
+
+def table_type(graph: Graph, number: int) -> str:
+    """The C type of a table's entries in memory."""
+    types = {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "u8"}
+    return types[graph.tables[number].dtype.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.native.c_code import Text, c_type
+from cpomdp_ppl.native.c_code import Text, c_type, table_type
 from cpomdp_ppl.native.expressions import PARTICLE, ROW, Expr, Untraceable, in_order, inputs_of
 from cpomdp_ppl.native.simplify import hoisted
 
@@ -157,7 +157,7 @@ class Source:
         if self.statements > MOST_STATEMENTS:
             raise Untraceable(f"it takes more than {MOST_STATEMENTS:,} statements in C")
         lines = _pointers([*wanted, *checks])
-        lines += [f"const {_table_type(self.graph, k)} *t{k} = tables[{k}];" for k in text.tables]
+        lines += [f"const {table_type(self.graph, k)} *t{k} = tables[{k}];" for k in text.tables]
         types = self.state if output is None else [output]
         lines += [f"{types[k]} *restrict y{k} = ys[{k}];" for k in written]
         lines += text.row
@@ -207,10 +207,4 @@ def _pointers(roots: Sequence[Expr]) -> list[str]:
         f"{'xs' if e.value[0] == 'state' else 'es'}[{e.value[1]}];"
         for e in in_order(roots)
         if e.op == "input" and e.level > ROW
-    ]
-
-
-def _table_type(graph: Graph, number: int) -> str:
-    return {"float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "u8"}[
-        graph.tables[number].dtype.name
     ]

@@ -1,4 +1,4 @@
-/* Types and selection. Every kernel begins with these files: types.h, maths.h, random.h and samplers.h.
+/* Types. Every kernel begins with these files: types.h, maths.h, random.h and samplers.h.
 
    They are plain C that compilers vectorise inside a simple loop over arrays, on any processor. NaN and
    infinities behave as in IEEE 754 and PyTorch, so that they must not be compiled with -ffast-math. */
@@ -33,11 +33,6 @@ enum { LANES = 16 };
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define FMA_D(a, b, c) ((a) * (b) + (c))
 #endif
-
-INLINE f32 sel_f32(int p, f32 a, f32 b) { return p ? a : b; }
-INLINE f64 sel_f64(int p, f64 a, f64 b) { return p ? a : b; }
-INLINE i32 sel_i32(int p, i32 a, i32 b) { return p ? a : b; }
-INLINE i64 sel_i64(int p, i64 a, i64 b) { return p ? a : b; }
 
 INLINE u32 bits_of(f32 x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 INLINE f32 of_bits(u32 bits) { f32 x; memcpy(&x, &bits, 4); return x; }
