@@ -176,7 +176,7 @@ class Evaluation:
             (see `CPOMDP.context_known_return`).
         seconds_per_decision: Time that the policy took for one action of one episode, in the batches that
             were played.
-        likelihood: Name of the backend behind the posteriors.
+        likelihood: The backend behind the posteriors, in a few words.
         identified_error: Standard error of `identified`.
         informed_return: The return of an agent who knows the context and sees every state, where `regret` is
             not known but this can be computed (see `cpomdp_ppl.bounds.informed_return`): nobody earns more.
@@ -327,8 +327,8 @@ def evaluate(  # type: ignore[misc]  # the overloads' settings are those that fo
         model: The CPOMDP.
         policy: The policy that acts; or several, by name, for a table of them.
         num_episodes: How many episodes are played; for several policies, also by name.
-        likelihood: How to compute context posteriors: a backend or its name. Left out, the most exact one,
-            as far as simulated episodes tell; see `reference_backend`.
+        likelihood: How to compute context posteriors: a backend or its name. Left out or `"auto"`, the most
+            exact one, as far as simulated episodes tell; see `reference_backend`.
         prior: Prior over contexts, `[C]`; the model's if left out.
         reveal_context: Whether the policy is told the context: it then starts from a prior that is sure.
         batch_size: How many episodes are played side by side.
@@ -418,7 +418,7 @@ class PlayedBatch(NamedTuple):
     posteriors: Tensor  # P(C | y) at the end, [B, C]
     posterior_errors: Tensor  # standard errors of these probabilities, [B]
     seconds: float  # how long the policy thought
-    backend: str  # name of the backend that computed the posteriors
+    backend: str  # label of the backend that computed the posteriors
 
 
 @dataclass(frozen=True)
@@ -533,7 +533,7 @@ def _play(
         posteriors=filtering.posterior(prior)[:, -1],
         posterior_errors=filtering.posterior_error(prior),
         seconds=timed.seconds,
-        backend=backend.name,
+        backend=backend.label,
     )
 
 
@@ -543,7 +543,7 @@ def _warn_if_uncertain(error: float, likelihood: str) -> None:
         frame, level = frame.f_back, level + 1  # up to whoever called `evaluate` or `compare`
     if error > UNCERTAIN_POSTERIOR:
         warnings.warn(
-            f"probabilities of contexts by {likelihood} have standard errors of {error:.2f} on average: "
+            f"probabilities of contexts (by {likelihood}) have standard errors of {error:.2f} on average: "
             "H(C|Y) and how often the context is identified rest on noise. Use a ParticleFilter with more "
             "particles as `likelihood`, or another backend",
             stacklevel=level,

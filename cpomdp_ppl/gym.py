@@ -17,8 +17,8 @@ from gymnasium.vector.utils import batch_space
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rollout import blind
 from cpomdp_ppl.signature import signature
@@ -186,7 +186,7 @@ class OngoingEpisodes:
         with inference_scope(model, 0):
             self._programs = Generative(model)
         self._given = None if prior is None else as_prior(prior, model.num_contexts, self.B)
-        self._backend = None if likelihood is None else as_backend(likelihood)
+        self._backend = None if likelihood is None else backend_for(model, likelihood)
         self._filter: OnlineFilter | None = None
         self.time: int | None = None  # before the first episode
         # A trial, so that what is wrong with the model, or with the filter for it, shows here.

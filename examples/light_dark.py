@@ -39,7 +39,7 @@ def main() -> None:
     result = solution.evaluate()
 
     print(f"\nLight–Dark, C-IDS with a particle filter, seed {options.seed};")
-    print(f"{result.returns.num_episodes:,} episodes, posteriors by the {result.likelihood} filter\n")
+    print(f"{result.returns.num_episodes:,} episodes, posteriors by {result.likelihood}\n")
     print(result)
     print(REFERENCES)
 

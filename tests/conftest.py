@@ -14,7 +14,7 @@ os.environ["CPOMDP_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "
 import pytest
 import torch
 
-from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.models import Beacons, ContextualTiger, Harbour, LightDark, LineGrid, Office
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
-MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons)}
+MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons, Harbour, Office)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,7 +64,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> CPOMDP:
-    """Each of the four models that come with the package."""
+    """Each of the six models that come with the package."""
     return MODELS[request.param]()
 
 

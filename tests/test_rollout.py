@@ -273,8 +273,8 @@ def test_double_precision_gives_double_precision(model):
     finally:
         torch.set_default_dtype(torch.float32)
     assert episodes.rewards.dtype == torch.float64
-    floats = [leaf for _, leaf in leaves(episodes.states) if leaf.is_floating_point()]
-    assert all(leaf.dtype == torch.float64 for leaf in [*floats, *episodes.observations.values()])
+    values = [*(leaf for _, leaf in leaves(episodes.states)), *episodes.observations.values()]
+    assert all(leaf.dtype == torch.float64 for leaf in values if leaf.is_floating_point())
 
 
 def test_mixtures_are_drawn_as_in_a_plate():

@@ -71,7 +71,7 @@ def compare(options: Namespace) -> int:
         comparison = _measure(options, results, model, contestants, hashes, prior)
         results.folder.write_table(COMPARISON, columns(comparison))
         likelihoods = {evaluation.likelihood for evaluation in comparison.evaluations.values()}
-        results.finish(likelihood=", ".join(sorted(likelihoods)), prior=model.prior().tolist())
+        results.finish(likelihood="; ".join(sorted(likelihoods)), prior=model.prior().tolist())
     print(comparison)
     note(options, f"table: {results.folder.path / COMPARISON}")
     return OK

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.cli.model import as_value, as_words
 from cpomdp_ppl.errors import invalid, require
-from cpomdp_ppl.inference import BACKENDS
+from cpomdp_ppl.inference.choice import AUTO, BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 FRESH = "fresh, and noted in run.json"
 NEW_FOLDER = "runs/<model>-<command>-<n>"
 BESIDE = f"beside the solution of RUN, or for a model {NEW_FOLDER}"
-SUITABLE = "exact for a finite model of moderate size, otherwise smc"
-MOST_EXACT = "the most exact that serves the model"
+SUITABLE = "auto: exact, ekf, or smc with enough particles, whichever suits the model"
+MOST_EXACT = "auto: the most exact that serves the model"
 BUDGET = {"simulations": 100, "training_episodes": 10_000}
 """Defaults of options that several commands have: values, or what they come to in words."""
 
@@ -162,17 +162,19 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
-def backend(text: str) -> Backend:
-    """A backend by name, with settings: `smc,num_particles=1000,guide=ekf`.
+def backend(text: str) -> Backend | None:
+    """A backend by name, with settings: `smc,num_particles=1000,guide=ekf`; None for `auto`, as if left out.
 
     Examples:
         >>> backend("smc,num_particles=1000").num_particles
         1000
     """
+    if text == AUTO:
+        return None
     name, *settings = text.split(",")
     try:
         if name not in BACKENDS:
-            raise invalid("likelihood", name, f"one of {', '.join(BACKENDS)}")
+            raise invalid("likelihood", name, f"one of {', '.join([AUTO, *BACKENDS])}")
         kind = BACKENDS[name]
         arguments = {key: as_value(word) for key, word in as_words(settings).items()}
         taken = list(inspect.signature(kind).parameters)
@@ -191,7 +193,7 @@ SHARED: dict[str, tuple[Callable[[str], Any], str | None, str]] = {
     "likelihood": (
         backend,
         "NAME",
-        f"{', '.join(BACKENDS)}, with settings as in smc,num_particles=1000",
+        f"{', '.join([AUTO, *BACKENDS])}, with settings as in smc,num_particles=1000",
     ),
     "prior": (probabilities, "P,P,…", "prior over contexts, such as 0.5,0.5"),
     "seed": (seed, None, "seed of all random numbers"),

@@ -169,6 +169,11 @@ class Backend(ABC):
     draws: ClassVar[bool] = True
     """Whether `run` depends on its seed. A class that says it does not says so of itself alone."""
 
+    @property
+    def label(self) -> str:
+        """What it is, in a few words."""
+        return self.name
+
     @abstractmethod
     def recursion(self, model: CPOMDP) -> Recursion:
         """The backend at work on a model.

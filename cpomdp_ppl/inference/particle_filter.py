@@ -94,6 +94,11 @@ class ParticleFilter(Backend):
             'None, "ekf", or an object with programs `initial` and `transition`',
         )
 
+    @property
+    def label(self) -> str:
+        """Its name, and how many particles it has."""
+        return f"{self.name}, {self.num_particles:,} particles"
+
     def recursion(self, model: CPOMDP) -> SMC:
         """The filter at work on a model; any model will do."""
         from cpomdp_ppl.inference.native_recursion import NativeSMC

@@ -73,8 +73,8 @@ def write_report(
         policy: Who acts in the episodes to step through.
         policy_name: What to call the policy on the page.
         output: Where to write the page; `report.html` in the folder if left out.
-        likelihood: The filter whose beliefs are shown: a backend or its name; left out, the
-            `default_backend` for the model.
+        likelihood: The filter whose beliefs are shown: a backend or its name; left out or
+            `"auto"`, the `default_backend` for the model.
         num_episodes: How many episodes to play, contexts balanced; fewer are kept if the page gets too large.
         num_particles: How many particles to show, at most.
         prior: Prior over contexts, `[C]`; the model's if left out.

@@ -48,7 +48,7 @@ class Recording:
         model: Name of the model.
         context_names: Names of the C contexts.
         action_names: Names of the A actions.
-        likelihood: Name of the backend behind beliefs.
+        likelihood: The backend behind beliefs, in a few words.
         episodes: What happened, contexts and states known.
         posterior: `P(c | h_t)`, float64 `[B, T + 1, C]`.
         action_probabilities: `π(a | h_t)`, `[B, T, A]`; NaN where the policy gave an action, not a
@@ -178,7 +178,7 @@ def record(
         type(model).__name__,
         model.context_names,
         model.action_names,
-        backend.name,
+        backend.label,
         episodes,
         torch.stack(log_posterior, 1).exp(),
         torch.stack(watched.probabilities, 1),

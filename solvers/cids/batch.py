@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpomdp_ppl.state import leaves
+from solvers.cids.policy import previous_actions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference import Filtering
+    from solvers.cids.belief_policy import Inputs
 
 PRIOR_SHARE = 1e-3
 """How much of the prior is mixed into a posterior: at most this many nats of information are given away."""
@@ -63,19 +66,42 @@ class Batch:
         prior: Each episode's prior over contexts, `[B, C]`.
         log_posterior: `log P(c | h_t)`, float64 `[B, T + 1, C]`.
         statistics: Means over all episodes; several processes each hold some episodes of the same batch.
+        previous: The action before each decision, `[B, T]`; -1 for none.
+        own: Which episodes are of the problem itself, bool `[B]`: they begin at the beginning, with the prior
+            of the fit.
+        told: Which episodes begin there, too, but told the context, bool `[B]`. All others begin elsewhere.
+        inputs: What the policy read before each decision, if it reads beliefs.
     """
 
     episodes: Episodes
     filtering: Filtering
     prior: Tensor
     log_posterior: Tensor
-    statistics: Statistics = OWN
+    statistics: Statistics
+    previous: Tensor
+    own: Tensor
+    told: Tensor
+    inputs: Inputs | None = None
 
     @staticmethod
     def of(episodes: Episodes, filtering: Filtering, prior: Tensor, statistics: Statistics = OWN) -> Batch:
-        """Put episodes and their filtering together; one prior `[C]` may stand for all."""
+        """Episodes of the problem itself and their filtering; one prior `[C]` may stand for all."""
         prior = prior.expand(len(episodes), -1)
-        return Batch(episodes, filtering, prior, filtering.log_posterior(prior), statistics)
+        own = torch.ones(len(episodes), dtype=torch.bool, device=prior.device)
+        previous = previous_actions(episodes.actions)
+        log_posterior = filtering.log_posterior(prior)
+        return Batch(episodes, filtering, prior, log_posterior, statistics, previous, own, ~own)
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """Which steps count, bool `[B, T]`: those before the end of their episode."""
+        steps = torch.arange(self.episodes.horizon, device=self.prior.device)
+        return steps < self.episodes.lengths[:, None]
+
+    @cached_property
+    def share_alive(self) -> Tensor:
+        """Which share of all steps of the batch count, a float64 scalar."""
+        return self.mean(self.alive.double())
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of all numbers `[B, …]` over all episodes of the batch."""

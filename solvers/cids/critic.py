@@ -1,4 +1,4 @@
-"""The critic: what is still to come, which context it is, and what state."""
+"""Critics: what is still to come; with policies that read histories, also which context it is, and where."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS_RATE = 0.02
 
 
 class Critic(nn.Module):
-    """Reads features of the history and predicts payoffs to come, the context and the state.
+    """Reads features of what is known and predicts payoffs to come.
 
     Values are kept in units of their own spread, which is followed as it changes; the values themselves do
     not change when their units do.
@@ -32,27 +32,21 @@ class Critic(nn.Module):
     scale: Tensor
     has_units: Tensor
 
-    def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.value = nn.Linear(size, 1)
-        self.context = nn.Linear(size, num_contexts)
-        self.state = nn.Linear(size, num_states)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("has_units", torch.tensor(False))
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
-        layers = self.value, self.context, self.state
-        weight, bias = torch.cat([f.weight for f in layers]), torch.cat([f.bias for f in layers])
-        # One product for all, with time first, as a recurrent network lays out its memory.
-        outputs = linear(features.transpose(0, 1), weight, bias).transpose(0, 1)
-        value, context, state = outputs.split([f.out_features for f in layers], -1)
-        return self.mean + self.scale * value.squeeze(-1), log_softmax(context), state
+    def values(self, features: Tensor) -> Tensor:
+        """Values `[…]` from features `[…, H]`."""
+        value: Tensor = self.mean + self.scale * self.value(features).squeeze(-1)
+        return value
 
     @torch.no_grad()
     def rescale(self, targets: Tensor, statistics: Statistics = OWN) -> None:
-        """Move the units towards mean and spread of new targets `[B, T]`, and keep all values as they are.
+        """Move the units towards mean and spread of new targets, and keep all values as they are.
 
         The first targets that have any spread set the units; later ones move them a little.
         """
@@ -65,6 +59,24 @@ class Critic(nn.Module):
             self.has_units.fill_(True)
         self.value.weight.mul_(scale / self.scale)
         self.value.bias.mul_(scale).add_(mean - self.mean).div_(self.scale)
+
+
+class HistoryCritic(Critic):
+    """A critic that reads features of the history, and also predicts the context and the state."""
+
+    def __init__(self, size: int, num_contexts: int, num_states: int) -> None:
+        super().__init__(size)
+        self.context = nn.Linear(size, num_contexts)
+        self.state = nn.Linear(size, num_states)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values `[B, T]`, `log P(c|h_t)` `[B, T, C]` and states `[B, T, D]` from features `[B, T, H]`."""
+        layers = self.value, self.context, self.state
+        weight, bias = torch.cat([f.weight for f in layers]), torch.cat([f.bias for f in layers])
+        # One product for all, with time first, as a recurrent network lays out its memory.
+        outputs = linear(features.transpose(0, 1), weight, bias).transpose(0, 1)
+        value, context, state = outputs.split([f.out_features for f in layers], -1)
+        return self.mean + self.scale * value.squeeze(-1), log_softmax(context), state
 
 
 class Trunk(nn.Module):

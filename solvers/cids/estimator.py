@@ -24,13 +24,14 @@ class Decisions:
     log_probs: Tensor  # log π(a_t | h_t) of the actions taken, [B, T]
     entropies: Tensor  # of π(· | h_t), [B, T]
     values: Tensor  # the critic's estimate of the payoffs to come, [B, T]
-    log_contexts: Tensor  # its estimate of log P(c | h_t), [B, T, C]
-    states: Tensor  # its estimate of E[s_t | h_t], in units of its spread, [B, T, D]
+    log_contexts: Tensor | None  # its estimate of log P(c | h_t), [B, T, C], if it reads the history
+    states: Tensor | None  # its estimate of E[s_t | h_t], in units of its spread, [B, T, D], likewise
 
     def detached(self) -> Decisions:
         """The same without gradients."""
         names = ("log_probs", "entropies", "values", "log_contexts", "states")
-        return replace(self, **{name: getattr(self, name).detach() for name in names})
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.detach() for name, x in found.items() if x is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class GradientStep:
     def first(advantages: Tensor, now: Decisions, critic: Critic, progress: float) -> GradientStep:
         """The first step on a batch, in which the policy is still the one that played it."""
         batch = now.batch
-        size = batch.mean(advantages.square()).sqrt()
+        size = (batch.mean(advantages.square()) / batch.share_alive).sqrt()
         states = standardised(batch.states[:, :-1], batch)
         return GradientStep(advantages, size, states, now.detached(), now, critic, progress)
 
@@ -70,6 +71,21 @@ class Estimator(Protocol):
     @property
     def random_actions(self) -> float | Schedule:
         """How often an action is left to chance."""
+        ...
+
+    @property
+    def persistence(self) -> float | Schedule:
+        """What is added to the logit of the previous action."""
+        ...
+
+    @property
+    def told(self) -> float | Schedule:
+        """Which share of the episodes begin told the context, for policies that read beliefs."""
+        ...
+
+    @property
+    def restarts(self) -> float | Schedule:
+        """Which share begin in the middle of lucky ones, for policies that read beliefs."""
         ...
 
     @property
@@ -114,6 +130,9 @@ class Reinforce:
     max_gradient_norm: float | None = None
     epochs: int = field(default=1, init=False)
     random_actions: float = field(default=0.0, init=False)
+    persistence: float = field(default=0.0, init=False)
+    told: float = field(default=0.0, init=False)
+    restarts: float = field(default=0.0, init=False)
     warm_up: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -155,6 +174,12 @@ class ActorCritic:
         random_actions: How often an action is left to chance while episodes are played, a number or a
             schedule. What is improved is the policy with its chances, so that the gradient is none the worse
             for it; chance keeps it familiar with situations that it would not get into by itself.
+        persistence: What is added to the logit of the previous action, a number or a schedule. This, too, is
+            part of the policy that is improved. Actions that are repeated get further.
+        told: Which share of the episodes begin told the context, if the policy reads beliefs: what to do when
+            sure is learned sooner, and worth finding out.
+        restarts: Which share begin in the middle of lucky episodes, told the context, if the policy reads
+            beliefs; see `solvers.cids.lucky`.
         exploration: What a nat of entropy of the actions is worth, in units of the advantages' size: a
             number or a schedule.
         value_weight: Weight of the critic's squared error, in units of the values' spread.
@@ -169,6 +194,9 @@ class ActorCritic:
     gae_lambda: float = 0.95
     clip: float = 0.2
     random_actions: float | Schedule = RANDOM_ACTIONS
+    persistence: float | Schedule = 0.0
+    told: float | Schedule = 0.0
+    restarts: float | Schedule = 0.0
     exploration: float | Schedule = EXPLORATION
     value_weight: float = 0.5
     context_weight: float = 1.0
@@ -185,14 +213,17 @@ class ActorCritic:
         as_schedule("exploration", self.exploration)
         chance = as_schedule("random_actions", self.random_actions)
         require(chance(0.0) < 1 and chance(1.0) < 1, "random_actions", self.random_actions, "less than 1")
+        as_schedule("persistence", self.persistence)
+        told, restarts = as_schedule("told", self.told), as_schedule("restarts", self.restarts)
+        require(told(0.0) + restarts(0.0) < 1, "told", self.told, "less than 1, together with restarts")
         for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 
     def advantages(self, payoffs: Tensor, before: Decisions) -> Tensor:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
-        values = before.values.double()  # [B, T]
+        values = before.values.double() * before.batch.alive  # [B, T]
         after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-        delta = payoffs + after - values
+        delta = payoffs + after - values  # zero where an episode is over
         T = payoffs.shape[1]
         steps = torch.arange(T, device=payoffs.device)
         ahead = (steps[:, None] - steps).double()  # [T, T]: how far a later step (row) is from t (column)
@@ -207,15 +238,19 @@ class ActorCritic:
         ratio = (now.log_probs - before.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
-        posterior = batch.log_posterior[:, :-1].exp().to(dtype)
         exploration = as_schedule("exploration", self.exploration)(step.progress)
-        return {
-            "policy": -torch.minimum(ratio * A, clipped * A).mean(),
-            "value": self.value_weight * ((now.values - targets) / step.critic.scale).square().mean(),
-            "context": -self.context_weight * (posterior * now.log_contexts).sum(-1).mean(),
-            "state": self.state_weight * (now.states - step.states.to(dtype)).square().mean(),
-            "exploration": -exploration * now.entropies.mean(),
+        each = {
+            "policy": -torch.minimum(ratio * A, clipped * A),
+            "value": self.value_weight * ((now.values - targets) / step.critic.scale).square(),
+            "exploration": -exploration * now.entropies,
         }
+        if now.log_contexts is not None:
+            posterior = batch.log_posterior[:, :-1].exp().to(dtype)
+            each["context"] = -self.context_weight * (posterior * now.log_contexts).sum(-1)
+        if now.states is not None:
+            each["state"] = self.state_weight * (now.states - step.states.to(dtype)).square().mean(-1)
+        weights = batch.alive.to(dtype) / batch.share_alive.to(dtype)  # of steps, [B, T]
+        return {name: (weights * values).mean() for name, values in each.items()}
 
 
 def _require_norm(norm: float | None) -> None:

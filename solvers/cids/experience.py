@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.functional import one_hot
 
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering
+from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.rng import seed_for
 from cpomdp_ppl.rollout import simulate
 from solvers.cids.batch import Batch
 from solvers.cids.group import SINGLE_PROCESS
+from solvers.cids.playing import Moments, Played, play_on
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
     from solvers.cids.batch import Statistics
     from solvers.cids.group import SingleProcess
+    from solvers.cids.lucky import LuckyMoments
+    from solvers.cids.policy import Exploring
+
+GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of it, less whole numbers, are spread evenly."""
 
 SHARD = 250
 """Most episodes in a shard. It is part of what a seed means: another number makes larger batches differ."""
@@ -60,6 +68,51 @@ def split(batch_size: int) -> list[Shard]:
     return [Shard(k, slice(starts[k], starts[k + 1])) for k in range(number)]
 
 
+class Begun(NamedTuple):
+    """Moments that episodes begin from, and which of them are the problem's own, or told the context."""
+
+    moments: Moments
+    own: Tensor  # bool [B]
+    told: Tensor  # bool [B]
+
+
+@dataclass(frozen=True, eq=False)
+class Beginnings:
+    """How episodes begin.
+
+    Attributes:
+        told: Which share of them is told the context.
+        restarts: Which share begins in the middle of lucky episodes.
+        lucky: Those moments; None if there are none.
+    """
+
+    told: float = 0.0
+    restarts: float = 0.0
+    lucky: LuckyMoments | None = None
+
+    def of(self, backend: Backend, model: CPOMDP, contexts: Tensor, prior: Tensor) -> Begun:
+        """Moments to begin from in contexts `[B]` with priors `[B, C]`.
+
+        To be called inside `inference_scope`. Contexts come in order, so that those who begin otherwise are
+        spread evenly over them.
+        """
+        B = len(contexts)
+        evenly = (torch.arange(B, device=contexts.device) * GOLDEN_RATIO + float(torch.rand(()))) % 1  # [B]
+        again = evenly < self.restarts
+        again = again & self.lucky.has(contexts) if self.lucky is not None else torch.zeros_like(again)
+        told = (evenly < self.restarts + self.told) & ~again
+        sure = one_hot(contexts, prior.shape[1]).to(prior)
+        prior = torch.where(told[:, None], sure, prior)
+        if not bool(again.any()):
+            return Begun(Moments.first(backend, model, contexts, prior), ~told, told)
+        assert self.lucky is not None
+        first = (~again).nonzero()[:, 0]
+        parts = [Moments.first(backend, model, contexts[first], prior[first])] if len(first) else []
+        moments = Moments.joined([*parts, self.lucky.draw(contexts[again])])
+        none = torch.zeros(int(again.sum()), dtype=torch.bool, device=told.device)
+        return Begun(moments, torch.cat([~told[first], none]), torch.cat([told[first], none]))
+
+
 @dataclass(frozen=True)
 class Experience:
     """Plays episodes of a model and filters them, in shards that a group of processes can divide up."""
@@ -85,6 +138,39 @@ class Experience:
             c, p = contexts[shard.rows], prior[shard.rows]
             parts.append(simulate(self.model, policy, len(c), contexts=c, prior=p, seed=shard.seed(seed)))
         return parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
+
+    def live(
+        self, acting: Exploring, contexts: Tensor, prior: Tensor, beginnings: Beginnings, seed: int
+    ) -> Batch:
+        """Play this process's episodes of a batch with the filter inside the policy.
+
+        Args:
+            acting: The policy, which reads beliefs.
+            contexts: The true contexts of the batch, `[B]`.
+            prior: Priors, `[B, C]`.
+            beginnings: How episodes begin.
+            seed: Seed of the batch.
+        """
+        parts, begun = [], []
+        for shard in self.shards(len(prior)):
+            with inference_scope(self.model, seed_for(shard.seed(seed), 0)):
+                begun.append(
+                    beginnings.of(acting.policy.backend, self.model, contexts[shard.rows], prior[shard.rows])
+                )
+            parts.append(play_on(self.model, acting, begun[-1].moments, shard.seed(seed)))
+        played = parts[0] if len(parts) == 1 else Played.joined(parts)
+        log_posterior = played.filtering.log_posterior(played.prior)
+        return Batch(
+            played.episodes,
+            played.filtering,
+            played.prior,
+            log_posterior,
+            self.statistics,
+            played.previous,
+            torch.cat([each.own for each in begun]),
+            torch.cat([each.told for each in begun]),
+            played.inputs,
+        )
 
     def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:
         """What the filter makes of this process's episodes of a batch with priors `[B, C]`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,19 +18,24 @@ from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
-from solvers.cids.critic import Critic, Trunk
+from solvers.cids.belief_policy import BeliefPolicy
+from solvers.cids.critic import HistoryCritic, Trunk
 from solvers.cids.estimator import Decisions, GradientStep
-from solvers.cids.policy import Mixed, SequencePolicy, evaluate_actions
+from solvers.cids.experience import Beginnings
+from solvers.cids.lucky import LuckyMoments
+from solvers.cids.policy import Exploring, SequencePolicy, evaluate_actions, unroll
 from solvers.cids.priors import OnePrior, draw_priors
 from solvers.cids.quality import LikelihoodQuality
 from solvers.cids.schedules import as_schedule
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
     from solvers.cids.batch import Batch
     from solvers.cids.estimator import Estimator
     from solvers.cids.experience import Experience
     from solvers.cids.objective import Objective
+    from solvers.cids.pace import Pace
     from solvers.cids.priors import PriorSampler
     from solvers.cids.schedules import Schedule
 
@@ -85,21 +91,33 @@ class Learner:
     iterations: int
     batch_size: int
     seed: int
+    lucky_episodes: Episodes | None = None  # to begin in the middle of, for policies that read beliefs
+    pace: Pace | None = None  # how fast schedules go by; None for evenly
+    critic_first: int = 0  # iterations in which the critic learns alone
 
     def __post_init__(self) -> None:
         self.iteration = 0
         self.statistics = self.experience.statistics
         self.quality = LikelihoodQuality(self.batch_size)
+        if isinstance(self.policy, BeliefPolicy):
+            self.trunk: Trunk | None = None
+            self.critic: Any = self.policy.critic
+            self.networks = nn.ModuleList([self.policy])
+        else:
+            self._read_histories()
+        self.networks.to(self.model.device)
+        self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0), fused=True)
+
+    def _read_histories(self) -> None:
+        """A critic for a policy that reads histories."""
         with isolated(Seeds.of(self.seed, 2**31).play):
             features = self._num_features()
             amortised = not isinstance(self.priors, OnePrior)
             self.trunk = None if features else Trunk(self.model, TRUNK_FEATURES, amortised)
             num_states = sum(leaf.shape.numel() for _, leaf in leaves(signature(self.model).state))
-            self.critic = Critic(features or TRUNK_FEATURES, self.model.num_contexts, num_states)
+            self.critic = HistoryCritic(features or TRUNK_FEATURES, self.model.num_contexts, num_states)
         self.networks = nn.ModuleList([self.policy, self.critic, *([self.trunk] if self.trunk else [])])
-        self.networks.to(self.model.device)
-        self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0), fused=True)
 
     def _num_features(self) -> int:
         """How many numbers the policy's own network lets a critic read; 0 for none."""
@@ -115,12 +133,30 @@ class Learner:
     @property
     def progress(self) -> float:
         """How far the fit is, from 0 at the first iteration to 1 at the last."""
-        return self.iteration / max(self.iterations - 1, 1)
+        return self.iteration / max(self.iterations - 1, 1) if self.pace is None else self.pace.progress
 
     @property
-    def acting(self) -> Mixed:
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.iteration >= self.iterations or (self.pace is not None and self.pace.ended)
+
+    def _now(self, name: str) -> float:
+        """What one of the estimator's schedules says now."""
+        return float(as_schedule(name, getattr(self.estimator, name))(self.progress))
+
+    @property
+    def acting(self) -> Exploring:
         """The policy with its share of random actions, which is what plays and what is improved."""
-        return Mixed(self.policy, as_schedule("random_actions", self.estimator.random_actions)(self.progress))
+        return Exploring(self.policy, self._now("random_actions"), self._now("persistence"))
+
+    @cached_property
+    def lucky(self) -> LuckyMoments | None:
+        """Moments of lucky episodes to begin from."""
+        if self.lucky_episodes is None:
+            return None
+        return LuckyMoments(
+            self.model, self.policy.backend, self.lucky_episodes, Seeds.of(self.seed, 2**31).filter
+        )
 
     def iterate(self) -> dict[str, float]:
         """Play a batch, filter it, improve the policy on it, and return what was measured.
@@ -136,33 +172,54 @@ class Learner:
         with isolated(seeds.priors):
             prior = self._draw_priors(self.batch_size)  # [B, C]
             contexts = stratified(prior, self.batch_size, offset=seeds.contexts / 2**32)  # [B]
-        episodes = self.experience.play(self.acting, contexts, prior, seeds.play)
-        assert episodes.returns is not None
-        measured["return"] = float(self.statistics.mean(episodes.returns))
-        phases.end("rollout")
-
         try:
-            batch = self.experience.filter(episodes, prior, seeds.filter)
+            batch = self._batch(contexts, prior, seeds, phases)
         except DegenerateWeightsError as error:
             self.quality.lose(str(error), number)
         else:
+            assert batch.episodes.returns is not None
+            measured |= self._returns(batch)
             measured |= self.quality.measure(batch, number, last=number == self.iterations)
             phases.end("likelihood")
             with isolated(self.statistics.own_seed(seeds.gradient)), torch.enable_grad():
                 measured |= self._improve(batch, tau, rate)
             phases.end("gradient")
+            if self.pace is not None and self.iteration >= self.critic_first:
+                worth = measured["return"] + float(self.temperature(1.0)) * measured["information_lower"]
+                self.pace.advance(measured["return"], worth, measured.get("return_told", math.nan))
             for phase, seconds in phases.seconds.items():
                 measured[f"seconds_{phase}"] = float(self.statistics.mean(seconds))
         self.iteration += 1
         return measured
 
+    def _returns(self, batch: Batch) -> dict[str, float]:
+        """Mean returns of the problem's own episodes, and of those who were told the context."""
+        returns = batch.episodes.returns
+        assert returns is not None
+        measured = {"return": float(self.statistics.mean(returns[batch.own]))}
+        if self._now("told"):
+            measured["return_told"] = float(self.statistics.mean(returns[batch.told]))
+        return measured
+
+    def _batch(self, contexts: Tensor, prior: Tensor, seeds: Seeds, phases: Phases) -> Batch:
+        """A batch of episodes, with what a filter makes of them."""
+        if isinstance(self.policy, BeliefPolicy):
+            told, restarts = self._now("told"), self._now("restarts")
+            beginnings = Beginnings(told, restarts, self.lucky if restarts else None)
+            batch = self.experience.live(self.acting, contexts, prior, beginnings, seeds.play)
+            phases.end("rollout")
+            return batch
+        episodes = self.experience.play(self.acting, contexts, prior, seeds.play)
+        phases.end("rollout")
+        return self.experience.filter(episodes, prior, seeds.filter)
+
     def _improve(self, batch: Batch, temperature: float, learning_rate: float) -> dict[str, float]:
         """A few gradient steps of policy and critic on a batch."""
         now = self.decide(batch)
-        payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature)  # [B, T]
+        payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature) * batch.alive  # [B, T]
         to_come = payoffs.flip(1).cumsum(1).flip(1)  # [B, T]
         if not self.critic.has_units:  # it learns its units first
-            self.critic.rescale(to_come, self.statistics)
+            self.critic.rescale(to_come[batch.alive], self.statistics)
             now = self.decide(batch)
         advantages = self.estimator.advantages(payoffs, now.detached())  # [B, T]
         step = GradientStep.first(advantages, now, self.critic, self.progress)
@@ -171,18 +228,23 @@ class Learner:
         for epoch in range(self.estimator.epochs):
             step = step if epoch == 0 else replace(step, now=self.decide(batch))
             norms.append(self._descend(self.estimator.terms(step), len(batch.episodes)))
-        self.critic.rescale(to_come, self.statistics)
-        objective = float(batch.mean(payoffs.sum(1)))
+        self.critic.rescale(to_come[batch.alive], self.statistics)
+        objective = float(batch.mean(payoffs.sum(1)[batch.own]))
         return {"objective": objective, "gradient_norm": sum(norms) / len(norms)}
 
     def decide(self, batch: Batch) -> Decisions:
         """Policy and critic along a batch."""
-        prior = batch.prior.to(torch.get_default_dtype())
-        log_probs, entropies, features = evaluate_actions(self.acting, batch.episodes, prior)
-        if self.trunk is not None:
-            features = self.trunk(batch)
-        assert features is not None
-        values, log_contexts, states = self.critic(features.to(self.critic.scale.dtype))
+        if isinstance(self.policy, BeliefPolicy):
+            assert batch.inputs is not None
+            logits, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
+            log_contexts = states = None
+        else:
+            logits, features = unroll(self.policy, batch.episodes, batch.prior.to(torch.get_default_dtype()))
+            if self.trunk is not None:
+                features = self.trunk(batch)
+            assert features is not None
+            values, log_contexts, states = self.critic(features.to(self.critic.scale.dtype))
+        log_probs, entropies = evaluate_actions(self.acting, logits, batch.episodes.actions, batch.previous)
         return Decisions(batch, log_probs, entropies, values, log_contexts, states)
 
     def _descend(self, terms: dict[str, Tensor], num_episodes: int) -> float:
@@ -190,8 +252,8 @@ class Learner:
         self.optimizer.zero_grad()
         each = torch.stack(list(terms.values()))
         each.sum().backward()
-        if self.progress < self.estimator.warm_up:
-            self.policy.zero_grad()
+        if self.iteration < self.critic_first or self.progress < self.estimator.warm_up:
+            self._stand_still()
         losses = self.statistics.average_gradients(each, self.parameters, num_episodes)
         for name, loss in zip(terms, losses.tolist(), strict=True):
             if not math.isfinite(loss):
@@ -207,6 +269,16 @@ class Learner:
         self.optimizer.step()
         return norm
 
+    def _stand_still(self) -> None:
+        """Leave the policy's decisions as they are in this step."""
+        parts = (
+            (self.policy.actor, self.policy.logits)
+            if isinstance(self.policy, BeliefPolicy)
+            else (self.policy,)
+        )
+        for part in parts:
+            part.zero_grad()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes, as tensors and plain numbers."""
         return {
@@ -214,6 +286,7 @@ class Learner:
             "quality": self.quality.state_dict(),
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            **({} if self.pace is None else {"pace": self.pace.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -222,3 +295,5 @@ class Learner:
         self.quality.load_state_dict(state["quality"])
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.pace is not None:
+            self.pace.load_state_dict(state["pace"])

@@ -117,40 +117,58 @@ class LSTMPolicy(nn.Module):
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A policy with a share of random actions."""
+class Exploring:
+    """A policy that tends to repeat its actions, and leaves some of them to chance.
 
-    policy: Policy  # whose decisions must be distributions
-    chance: float  # probability of a random action, with all actions equally likely
+    This is what plays and what is improved, so that gradients are exact while both fade.
+
+    Attributes:
+        policy: Whose decisions must be distributions.
+        chance: Probability of a random action, with all actions equally likely.
+        persistence: What is added to the logit of the previous action.
+    """
+
+    policy: Any
+    chance: float = 0.0
+    persistence: float = 0.0
 
     def start(self, prior: Tensor) -> Any:
         """The policy's own memory."""
         return self.policy.start(prior)
 
     def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
-        """`(1 − ε) π(· | h_t) + ε / A`."""
+        """`(1 − ε) π(· | h_t) + ε / A`, with π's logits shifted."""
         decision, memory = self.policy.act(history, memory)
-        if not self.chance:
+        if not self.chance and not self.persistence:
             return decision, memory
-        return dist.Categorical(probs=self.probs(_logits(decision))), memory
+        return dist.Categorical(probs=self.probs(_logits(decision), history.latest.action)), memory
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """The mixture's probabilities, for logits `[…, A]` of the policy.
+    def probs(self, logits: Tensor, previous: Tensor | None) -> Tensor:
+        """Probabilities of all actions, for logits `[…, A]` of the policy and previous actions `[…]`.
 
-        Actions that the policy rules out, with a logit of -inf, stay ruled out.
+        Actions that the policy rules out, with a logit of -inf, stay ruled out. A previous action of -1 is
+        none.
         """
-        logits = logits.movedim(-1, 0)  # see `log_softmax`
+        logits = self._shifted(logits, previous).movedim(-1, 0)  # see `log_softmax`
+        if not self.chance:
+            return logits.softmax(0).movedim(0, -1)
         share: float | Tensor = self.chance / len(logits)
         if not float(logits.detach().min()) > -math.inf:
             allowed = (logits > -torch.inf).to(logits.dtype)
             share = self.chance * allowed / allowed.sum(0)
         return ((1 - self.chance) * logits.softmax(0) + share).movedim(0, -1)
 
-    def log_probs(self, logits: Tensor) -> Tensor:
+    def log_probs(self, logits: Tensor, previous: Tensor | None) -> Tensor:
         """Their logarithms, with gradients."""
         if not self.chance:
-            return log_softmax(logits)
-        return self.probs(logits).clamp(min=torch.finfo(logits.dtype).tiny).log()
+            return log_softmax(self._shifted(logits, previous))
+        return self.probs(logits, previous).clamp(min=torch.finfo(logits.dtype).tiny).log()
+
+    def _shifted(self, logits: Tensor, previous: Tensor | None) -> Tensor:
+        if not self.persistence or previous is None:
+            return logits
+        actions = torch.arange(logits.shape[-1], device=logits.device)
+        return logits + self.persistence * (previous[..., None] == actions)
 
 
 def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -174,21 +192,23 @@ def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, T
     return torch.stack(series, 1), None
 
 
+def previous_actions(actions: Tensor) -> Tensor:
+    """The action before each decision of episodes with actions `[B, T]`; -1 for none."""
+    return torch.cat([torch.full_like(actions[:, :1], -1), actions[:, :-1]], 1)
+
+
 def evaluate_actions(
-    policy: Mixed, episodes: Episodes, prior: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The actions that were taken along episodes, in the eyes of a policy; with gradients.
+    acting: Exploring, logits: Tensor, actions: Tensor, previous: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Actions `[B, T]` in the eyes of a policy with logits `[B, T, A]`; with gradients.
 
     Returns:
-        `log π(a_t | h_t)` `[B, T]`, the entropy of `π(· | h_t)` `[B, T]`, and features `[B, T, H]` for a
-        critic if the policy has any.
+        `log π(a_t | h_t)` `[B, T]`, and the entropy of `π(· | h_t)` `[B, T]`.
     """
-    logits, features = unroll(policy.policy, episodes, prior)
-    log_policy = policy.log_probs(logits)  # [B, T, A]
-    log_probs = log_policy.gather(2, episodes.actions[..., None]).squeeze(2)
+    log_policy = acting.log_probs(logits, previous)  # [B, T, A]
+    log_probs = log_policy.gather(2, actions[..., None]).squeeze(2)
     possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
-    entropies = -(log_policy.exp() * possible).sum(-1)
-    return log_probs, entropies, features
+    return log_probs, -(log_policy.exp() * possible).sum(-1)
 
 
 def _logits(decision: Decision) -> Tensor:

@@ -39,13 +39,13 @@ class LikelihoodQuality:
     def measure(self, batch: Batch, iteration: int, last: bool) -> dict[str, float]:
         """Entropy of the last posterior in bits, and estimates of `I(C; Y)` in nats from both sides."""
         self.lost = 0
-        left = entropy(batch.log_posterior[:, -1].exp())  # [B]
-        upper = entropy(batch.prior) - left  # [B]
-        lower = batch.log_true()[:, -1] - batch.prior_true().log()  # [B]
+        left = entropy(batch.log_posterior[batch.own, -1].exp())  # [B]
+        upper = entropy(batch.prior[batch.own]) - left  # [B]
+        lower = (batch.log_true()[:, -1] - batch.prior_true().log())[batch.own]  # [B]
         kinds = {"entropy": left, "information_upper": upper, "information_lower": lower}
         if batch.filtering.ess is not None:
             c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
-            kinds["ess"] = batch.filtering.ess.gather(2, c)
+            kinds["ess"] = batch.filtering.ess.gather(2, c)[batch.own]
         measured = {name: float(batch.mean(values)) for name, values in kinds.items()}
         measured["entropy"] /= math.log(2)
         spread, gap = (float(moment) for moment in batch.spread(upper - lower))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from cpomdp_ppl.errors import require_count
+import torch
+
+from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.experiments.fingerprint import describe, describe_model
 from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.policy import Policy
 from cpomdp_ppl.rng import isolated
 from solvers.cids import experience
+from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.estimator import ActorCritic, Reinforce, as_estimator
 from solvers.cids.learner import Learner
+from solvers.cids.lucky import search
 from solvers.cids.objective import Variational, as_objective
+from solvers.cids.pace import Pace
 from solvers.cids.priors import OnePrior, as_sampler
 from solvers.cids.schedules import Constant, Geometric, Linear, as_schedule
 
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from solvers.cids.estimator import Estimator
     from solvers.cids.group import SingleProcess
+    from solvers.cids.lucky import Search
     from solvers.cids.objective import Objective
     from solvers.cids.priors import PriorLike, PriorSampler
     from solvers.cids.schedules import Schedule
@@ -42,11 +50,14 @@ class FitSettings:
     learning_rate: Schedule
     iterations: int
     batch_size: int
+    found: Search | None  # what a search found beforehand, for policies that read beliefs
+    start: Any  # a rule that is imitated first, or None
 
     @staticmethod
     def of(
         model: CPOMDP,
         likelihood: str | Backend | None,
+        policy: nn.Module | str | None,
         objective: str | Objective,
         estimator: Estimator | None,
         prior: PriorLike,
@@ -54,20 +65,34 @@ class FitSettings:
         learning_rate: float | Schedule | None,
         iterations: int | None,
         batch_size: int,
+        start: Any = None,
     ) -> FitSettings:
         """Check the arguments of `fit`, and fill in the defaults of those that were left out."""
         goal = as_objective(objective)
         variational = isinstance(goal, Variational)
-        if estimator is None:
+        reads_belief = (
+            isinstance(policy, BeliefPolicy) or policy == "belief" or (policy is None and not variational)
+        )
+        require(start is None or reads_belief, "start", start, 'None, unless policy="belief" imitates it')
+        require(start is None or callable(start) or isinstance(start, Policy), "start", start, "a policy")
+        found = search(model) if reads_belief else None
+        if estimator is None and found is not None:
+            estimator = explorer(model, found) if start is None else REFINING
+        elif estimator is None:
             estimator = Reinforce() if variational else ActorCritic()
-        if temperature is None:
+        if temperature is None and found is not None:
+            temperature = worth_of_information(model, found)
+        elif temperature is None:
             temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
         if learning_rate is None:
-            learning_rate = Linear(6e-3, 3e-4) if isinstance(estimator, ActorCritic) else Constant(1e-3)
+            first = 6e-3 if start is None else 2e-3
+            learning_rate = Linear(first, 3e-4) if isinstance(estimator, ActorCritic) else Constant(1e-3)
         priors = as_sampler(model, prior)
         amortised = not isinstance(priors, OnePrior)
         if iterations is None:
-            iterations = (4000 if variational else 800) * (3 if amortised else 2) // 2
+            iterations = (
+                (4000 if variational else 600 if reads_belief else 800) * (3 if amortised else 2) // 2
+            )
         return FitSettings(
             model,
             backend_for(model, likelihood),
@@ -79,6 +104,8 @@ class FitSettings:
             as_schedule("learning_rate", learning_rate, positive=True),
             require_count("iterations", iterations),
             require_count("batch_size", batch_size),
+            found,
+            start,
         )
 
     @property
@@ -88,6 +115,8 @@ class FitSettings:
 
     def learner(self, policy: nn.Module, seed: int, group: SingleProcess) -> Learner:
         """A learner at its start."""
+        lucky = None if self.found is None else self.found.episodes
+        pace = None if self.found is None else Pace(self.iterations, self.found.constant)
         return Learner(
             self.model,
             policy,
@@ -100,6 +129,9 @@ class FitSettings:
             self.iterations,
             self.batch_size,
             seed,
+            lucky,
+            pace,
+            0 if self.start is None else CRITIC_FIRST,
         )
 
     def describe(self, policy: nn.Module, seed: int) -> dict[str, Any]:
@@ -117,8 +149,36 @@ class FitSettings:
             "iterations": self.iterations,
             "batch_size": self.batch_size,
             "seed": seed,
+            **({} if self.start is None else {"start": describe(self.start)}),
             **shard,
         }
+
+
+CRITIC_FIRST = 20
+"""Iterations in which the critic learns alone, after a rule was imitated."""
+REFINING = ActorCritic(random_actions=0.02, exploration=Linear(0.01, 0.0), told=Linear(0.2, 0.0, until=0.8))
+"""The estimator for policies that have imitated a rule: small steps away from it."""
+
+
+def explorer(model: CPOMDP, found: Search) -> ActorCritic:
+    """The estimator for policies that read beliefs; how persistent it is at first, a search has found."""
+    A, run = model.num_actions, found.run_length
+    persistence = math.log(max((run - 1) * (A - 1), 1.0))  # an indifferent policy then repeats for such runs
+    return ActorCritic(
+        epochs=3,
+        random_actions=Linear(0.1, 0.0, until=0.5),
+        persistence=Linear(persistence, 0.0, until=0.6),
+        told=Linear(0.3, 0.0, until=0.8),
+        restarts=Linear(0.4, 0.0, until=0.7),
+        exploration=Linear(0.05, 0.0),
+    )
+
+
+def worth_of_information(model: CPOMDP, found: Search) -> Schedule:
+    """τ: some of what lucky episodes have above others, for knowing the context, and less of it later."""
+    entropy = float(torch.distributions.Categorical(model.prior()).entropy())
+    nat = (max(found.worth, found.unit) or 1.0) / max(entropy, 0.1)
+    return Geometric(0.115 * nat, 0.0185 * nat, until=0.7)
 
 
 def describe_priors(sampler: PriorSampler) -> Any:

@@ -18,7 +18,10 @@ from cpomdp_ppl.experiments.fingerprint import FingerprintError, differences, fi
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import fresh_seed
 from solvers.cids import experience
+from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.group import process_group, single_process
+from solvers.cids.imitation import ROUNDS, imitate
+from solvers.cids.objective import Variational
 from solvers.cids.policy import LSTMPolicy, as_learnable
 from solvers.cids.settings import FitSettings
 from solvers.cids.solution import (
@@ -32,13 +35,14 @@ from solvers.cids.solution import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.policy import Decision, History, Policy
     from cpomdp_ppl.progress import Bar, Progress
     from solvers.cids.estimator import Estimator
     from solvers.cids.group import SingleProcess
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
     from solvers.cids.objective import Objective
     from solvers.cids.priors import PriorLike
     from solvers.cids.schedules import Schedule
+
+POORLY_IMITATED = 0.8
+"""Who does what a rule does less often than this, of all decisions, does not do it."""
 
 WINDOW = 20
 """How many iterations are averaged to decide which policy was the best."""
@@ -119,7 +126,8 @@ def fit(
     objective: str | Objective = "information",
     temperature: float | Schedule | None = None,
     prior: PriorLike = None,
-    policy: nn.Module | None = None,
+    policy: nn.Module | str | None = None,
+    start: Policy | Callable[[History], Decision] | None = None,
     estimator: Estimator | None = None,
     iterations: int | None = None,
     batch_size: int = 200,
@@ -159,8 +167,12 @@ def fit(
         prior: Prior over contexts, `[C]`; the model's if left out. With `"dirichlet"`, or a function that
             draws priors `[B, C]` for B episodes, the policy is amortised: it reads the prior and serves all
             of them, as `run` needs it.
-        policy: A module that is a `Policy` whose decisions are distributions; its weights are learned in
-            place. Left out, an `LSTMPolicy` with 64 units.
+        policy: `"belief"`: a `BeliefPolicy`, which reads what the filter makes of the history, and serves
+            every prior; `"lstm"`: an `LSTMPolicy`, the paper's, which reads the history itself; or a module
+            that is a `Policy` whose decisions are distributions, and whose weights are learned in place.
+            Left out, `"belief"` for the information objective and `"lstm"` for the variational one.
+        start: A rule to start from: any policy, or a function of the history. A policy that reads beliefs
+            first learns to do what the rule does, and goes on from there.
         estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
             `Reinforce()`, the paper's, for the variational one.
         iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
@@ -199,7 +211,7 @@ def fit(
     with process_group(device) as group, single_process():  # fits inside this one are not shared
         require_model(model)
         choices = (objective, estimator, prior, temperature, learning_rate, iterations, batch_size)
-        settings = FitSettings.of(model, likelihood, *choices)
+        settings = FitSettings.of(model, likelihood, policy, *choices, start=start)
         checkpoint_every = require_count("checkpoint_every", checkpoint_every)
         proper = isinstance(callbacks, list | tuple) and all(callable(callback) for callback in callbacks)
         expected = "a sequence of functions of iteration, measurements and policy"
@@ -218,6 +230,8 @@ def fit(
         _require_same_fit(group, fitting, checkpoint is not None)
         if saved is not None:
             fitting.restore(saved)
+        elif start is not None:
+            _imitate(net, start, settings, number, progress if first else False)
         fitting.share(group)  # the weights to begin with, or what was saved
 
         what = f"C-IDS, {batch_size} episodes an iteration, likelihoods by {settings.backend.name}"
@@ -228,17 +242,34 @@ def fit(
         return fitting.solution()
 
 
+def _imitate(
+    net: Any,
+    rule: Policy | Callable[[History], Decision],
+    settings: FitSettings,
+    seed: int,
+    progress: Progress,
+) -> None:
+    """Teach the policy what a rule does, before it goes on by itself."""
+    with bar(progress, ROUNDS, "Imitating the rule to start from", "rounds") as shown:
+        agreed = imitate(net, rule, settings.priors, settings.batch_size, seed, shown)
+    if agreed < POORLY_IMITATED:
+        warnings.warn(
+            f"start: the policy does what the rule does in {100 * agreed:.0f} % of its decisions only",
+            stacklevel=3,
+        )
+
+
 def _train(fitting: Fitting, every: int, callbacks: Sequence[Callback], shown: Bar) -> None:
     """Iterate to the end, and keep what has been learned every so many iterations."""
     learner = fitting.learner
     learner.policy.train()
     try:
-        while learner.iteration < learner.iterations:
+        while not learner.done:
             measured = fitting.iterate()
             for callback in callbacks:
                 callback(learner.iteration, measured, learner.policy)
             _show(shown, measured)
-            if learner.iteration % every == 0 or learner.iteration == learner.iterations:
+            if learner.iteration % every == 0 or learner.done:
                 fitting.save()
     except KeyboardInterrupt:
         fitting.save()
@@ -271,7 +302,7 @@ class Fitting:
         """One iteration, and at the end of every window a look at whether the policy is the best so far."""
         measured = self.learner.iterate()
         self.measured.append(measured)
-        if len(self.measured) % WINDOW == 0 or self.learner.iteration == self.learner.iterations:
+        if len(self.measured) % WINDOW == 0 or self.learner.done:
             self._compare()
         self.complete = self._snapshot()
         return measured
@@ -298,7 +329,7 @@ class Fitting:
         if self.best_weights is not None:
             policy.load_state_dict(self.best_weights)
         policy.eval()
-        finished = self.learner.iteration == self.learner.iterations
+        finished = self.learner.done
         history = as_history(self._columns(len(self.measured)))
         return Solution(model, policy, self.prior.to(model.device), history, self.description, finished)
 
@@ -377,10 +408,14 @@ class Fitting:
             self.load_state_dict(group.broadcast(self.state_dict()))
 
 
-def _policy(policy: nn.Module | None, settings: FitSettings, seed: int) -> Any:
+def _policy(policy: nn.Module | str | None, settings: FitSettings, seed: int) -> Any:
     """The policy to be learned."""
     if policy is None:
+        policy = "lstm" if isinstance(settings.objective, Variational) else "belief"
+    if policy == "lstm":
         return LSTMPolicy(settings.model, amortised=settings.amortised, seed=seed)
+    if policy == "belief":
+        return BeliefPolicy(settings.model, likelihood=settings.backend, seed=seed)
     net = as_learnable(policy)
     if settings.amortised and not getattr(net, "amortised", True):
         raise invalid("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")

@@ -59,7 +59,8 @@ def test_a_users_model_from_check_to_report(here, capsys, monkeypatch):
     assert (record["model"], record["arguments"]) == ("coin.py:Coin", {"bias": "0.8"})
     assert (record["settings"]["iterations"], record["settings"]["objective"]) == (4, "information")
 
-    assert main(["evaluate", "here", "--num-episodes", "64", "--seed", "2"]) == 0
+    words = ["--num-episodes", "64", "--likelihood", "auto"]  # as if left out
+    assert main(["evaluate", "here", *words, "--seed", "2"]) == 0
     found, expected = read("here/evaluation.json"), fitted.evaluate(64, seed=2)
     assert found["returns"]["mean"] == expected.returns.mean
     assert found["entropy"]["mean"] == expected.entropy.mean

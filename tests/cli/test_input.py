@@ -37,7 +37,10 @@ from tests.cli.conftest import FIT_COIN, LINE_GRID, SMALL, refused
         (["fit", LINE_GRID, "--seed", "-3"], "--seed: expected an integer from 0 to 2**32 - 1, got -3"),
         (["fit", LINE_GRID, "--prior", "0.5,0.6"], "--prior: expected probabilities that sum to 1"),
         (["fit", LINE_GRID, "--prior", "0.2,0.3,0.5", "--quiet"], "prior: expected"),
-        (["fit", LINE_GRID, "--likelihood", "magic"], "--likelihood: likelihood: expected one of smc, ekf"),
+        (
+            ["fit", LINE_GRID, "--likelihood", "magic"],
+            "--likelihood: likelihood: expected one of auto, smc, ekf",
+        ),
         (["fit", LINE_GRID, "--likelihood", "smc,num_particles=0"], "num_particles: expected a positive"),
         (["fit", LINE_GRID, "--likelihood", "exact,speed=3"], "exact: expected no settings, got speed"),
         (["fit", LINE_GRID, "--likelihood", "smc,foo=3"], "smc: expected settings out of num_particles, "),

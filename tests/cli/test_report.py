@@ -25,7 +25,7 @@ def test_a_report_shows_what_was_in_force(here):
     assert "–" not in [*rows["Settings"].values(), *rows["Added by evaluate"].values()]
     assert data["player"]["likelihood"] == "exact"
     assert main(["report", "here", "--num-episodes", "1", "--likelihood", "smc", "--quiet"]) == 0
-    assert data_of("here/report.html")["player"]["likelihood"] == "smc"
+    assert data_of("here/report.html")["player"]["likelihood"] == "smc, 256 particles"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
 from cpomdp_ppl.inference import BACKENDS, ParticleFilter, as_backend
-from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
+from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid, Office
 from cpomdp_ppl.state import map_state
 from tests.programs import EyesOpen, Plates, Walk
 
@@ -18,6 +18,7 @@ SERVED = {
     LineGrid: {"smc", "exact"},
     ContextualTiger: {"smc", "exact"},
     Beacons: {"smc", "ekf", "ukf"},
+    Office: {"smc", "exact"},
 }
 
 

@@ -1,17 +1,16 @@
-"""The backend to trust with a model, by what simulated episodes tell of the errors of each."""
+"""What simulated episodes tell of the errors of backends: is the model linear, are particles enough."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError, require_model
+from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
-from cpomdp_ppl.inference.finite import ObservableOperator
 from cpomdp_ppl.inference.gaussian import Reparameterised
-from cpomdp_ppl.inference.grid import GridFilter
 from cpomdp_ppl.inference.grid_checks import NATS_BEHIND
 from cpomdp_ppl.inference.observed import log_density_of_seen
 from cpomdp_ppl.inference.particle_filter import ParticleFilter
@@ -19,10 +18,10 @@ from cpomdp_ppl.inference.scan import observed_in_time
 from cpomdp_ppl.inference.unscented import UnscentedKalmanFilter
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rollout import simulate
-from cpomdp_ppl.signature import signature
-from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from torch import Tensor
 
     from cpomdp_ppl.episodes import Episodes
@@ -30,12 +29,16 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.inference.kalman import KalmanRecursion
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Decision, History, Policy
 
 REFUSALS = (UnsupportedModelError, DensityError, DegenerateWeightsError)
 """Errors by which a backend refuses a model or its episodes."""
 
-NUM_TRIALS = 16
+NUM_TRIALS = 64
 """About how many episodes are simulated for a trial."""
+
+PERSISTENCE = 0.75
+"""How often persistent trials repeat an action."""
 
 ROUNDING_ERROR = 1e-2
 """Nats by which an extended and an unscented filter may differ, in single precision, on a linear model."""
@@ -46,29 +49,33 @@ STRAIGHTNESS = 1e-4
 MOST_CHECKED = 256
 """How many of the episodes that a policy has played are checked."""
 
-GRID_SIZES = (1200, 2400)
-"""Points of the grids that are tried: one that needs more would take too long."""
+FEWEST_PARTICLES, MOST_PARTICLES = 64, 4096
+"""Numbers of particles to choose from, by doubling."""
 
-FEWEST_PARTICLES, MOST_PARTICLES = 1024, 4096
-"""Numbers of particles to choose from."""
+FEWEST_EFFECTIVE = 16
+"""Particles that have to count, on average over time."""
 
-SMALL_POSTERIOR_ERROR = 0.02
-"""Mean standard error of a context's probability that is small enough."""
-
-
-def random_trials(model: CPOMDP) -> Episodes:
-    """Simulate a few episodes in every context under random actions."""
-    return _simulated(model, RandomPolicy(model.num_actions))
+DOUBT = 1e-3
+"""Share of the prior that is mixed into posteriors, so that no true context is ever held impossible."""
 
 
-def constant_trials(model: CPOMDP, action: int) -> Episodes:
-    """Simulate a few episodes in every context under a single action."""
-    return _simulated(model, lambda history: torch.full((history.num_episodes,), action, device=model.device))
+def trials(model: CPOMDP) -> Iterator[Episodes]:
+    """Simulate a few episodes in every context: random actions, persistent ones, each action alone."""
+    A, number = model.num_actions, model.num_contexts * max(2, -(-NUM_TRIALS // model.num_contexts))
 
+    def persist(history: History) -> Tensor:
+        new = torch.randint(A, (history.num_episodes,), device=model.device)
+        last = history.latest.action
+        if last is None:
+            return new
+        return torch.where(torch.rand(len(new), device=model.device) < PERSISTENCE, last, new)
 
-def _simulated(model: CPOMDP, policy: Any) -> Episodes:
-    number = model.num_contexts * max(2, -(-NUM_TRIALS // model.num_contexts))
-    return simulate(model, policy, number, contexts="balanced", seed=0)
+    def only(action: int) -> Callable[[History], Tensor]:
+        return lambda history: torch.full((history.num_episodes,), action, device=model.device)
+
+    policies: list[Policy | Callable[[History], Decision]] = [RandomPolicy(A), persist, *map(only, range(A))]
+    for policy in policies:
+        yield simulate(model, policy, number, contexts="balanced", seed=0)
 
 
 def evenly_spaced(episodes: Episodes, most: int) -> Episodes:
@@ -86,6 +93,17 @@ def result_or_none(backend: Backend, model: CPOMDP, episodes: Episodes) -> Filte
 
 def is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
     """Whether Kalman filters are exact, as far as simulated episodes tell."""
+    # First what is quick to see, and what both filters may be wrong about in the same way: neither sees how
+    # noise depends on the state.
+    with inference_scope(model, 0):
+        try:
+            recursion = ExtendedKalmanFilter().recursion(model)
+            if not recursion.in_double:  # two filters may lose the same digits
+                return False
+            if not (_starts_straight(recursion) and _goes_straight(recursion, episodes)):
+                return False
+        except REFUSALS:  # a Gaussian nuisance, say, over which densities cannot be summed
+            return False
     extended = result_or_none(ExtendedKalmanFilter(), model, episodes)
     unscented = result_or_none(UnscentedKalmanFilter(), model, episodes)
     if extended is None or unscented is None:
@@ -94,17 +112,7 @@ def is_linear_gaussian(model: CPOMDP, episodes: Episodes) -> bool:
     likely = log_likelihood >= log_likelihood.amax(1, keepdim=True) - NATS_BEHIND  # [B, C]
     differences = (extended.increments - unscented.increments).abs().sum(1)
     differences += (extended.initial_increment - unscented.initial_increment).abs()
-    if not bool((differences[likely] <= ROUNDING_ERROR).all()):
-        return False
-    # Both may be wrong in the same way: neither sees how noise depends on the state.
-    with inference_scope(model, 0):
-        recursion = ExtendedKalmanFilter().recursion(model)
-        if not recursion.in_double:  # two filters may lose the same digits
-            return False
-        try:
-            return _starts_straight(recursion) and _goes_straight(recursion, episodes)
-        except REFUSALS:  # a Gaussian nuisance, say, over which densities cannot be summed
-            return False
+    return bool((differences[likely] <= ROUNDING_ERROR).all())
 
 
 def _starts_straight(recursion: KalmanRecursion) -> bool:
@@ -171,59 +179,43 @@ def _parabolic(values: Tensor) -> bool:
     return bool((third <= STRAIGHTNESS * size + 1e-6).all())
 
 
-def reference_backend(model: CPOMDP) -> Backend:
-    """The most exact backend, as far as simulated episodes tell, in reasonable time.
+def enough_particles(
+    model: CPOMDP, episodes: Iterable[Episodes], widest: float, fewest: int = FEWEST_PARTICLES
+) -> ParticleFilter:
+    """A filter with brackets no wider than `widest` nats, beyond chance, in each of some trials.
 
-    Exact operators serve finite models. A Kalman filter is exact where initial state, motion and sensors are
-    linear with Gaussian noise of constant scale; that is checked at simulated states, where the extended and
-    the unscented filter have to agree. A grid estimates its error, and is taken for states of one number.
-    All other models are left to 1,024 particles, or up to 4,096 if those are unsure of the context's
-    probability. The simulated episodes have random actions, and every action on its own. A policy may still
-    get to other places: `evaluate` looks at those, too, and goes on to the next best backend if it has to.
-
-    Examples:
-        >>> from cpomdp_ppl.models import LineGrid
-        >>> reference_backend(LineGrid()).name
-        'exact'
+    See `are_enough`. Where `MOST_PARTICLES` are not enough, it has so many.
     """
-    require_model(model)
-    episodes = random_trials(model)
-    if model.states is not None and result_or_none(ObservableOperator(), model, episodes) is not None:
-        return ObservableOperator()
-    if is_linear_gaussian(model, episodes) and all(
-        is_linear_gaussian(model, constant_trials(model, action)) for action in range(model.num_actions)
-    ):
-        return ExtendedKalmanFilter()
-    return _without_kalman(model, episodes)
-
-
-def suited(backend: Backend, model: CPOMDP, episodes: Episodes) -> Backend:
-    """The reference backend, or the next best if simulated episodes get to where it is not exact."""
-    if isinstance(backend, ExtendedKalmanFilter) and not is_linear_gaussian(
-        model, evenly_spaced(episodes, MOST_CHECKED)
-    ):
-        return _without_kalman(model, random_trials(model))
+    backend = ParticleFilter(num_particles=fewest)
+    for trial in episodes:
+        while not are_enough(backend, model, trial, widest):
+            if backend.num_particles >= MOST_PARTICLES:
+                return backend
+            backend = replace(backend, num_particles=2 * backend.num_particles)
     return backend
 
 
-def enough_particles(model: CPOMDP, episodes: Episodes) -> ParticleFilter:
-    """A filter with so many particles that probabilities of contexts have small errors, within reason."""
-    found = result_or_none(
-        ParticleFilter(num_particles=FEWEST_PARTICLES), model, evenly_spaced(episodes, NUM_TRIALS)
-    )
-    if found is None or found.standard_error is None:
-        return ParticleFilter(num_particles=MOST_PARTICLES)
-    unsure = float(found.posterior_error().mean()) / SMALL_POSTERIOR_ERROR
-    number = FEWEST_PARTICLES
-    while number < MOST_PARTICLES and unsure > (number / FEWEST_PARTICLES) ** 0.5:
-        number *= 2
-    return ParticleFilter(num_particles=number)
+def are_enough(backend: ParticleFilter, model: CPOMDP, episodes: Episodes, widest: float) -> bool:
+    """Whether a particle filter brackets the information about the context well enough, with particles alive.
 
-
-def _without_kalman(model: CPOMDP, episodes: Episodes) -> Backend:
-    """A grid, if it is quick enough, or particles."""
-    if sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) == 1:
-        for num_points in GRID_SIZES:
-            if result_or_none(GridFilter(num_points), model, episodes) is not None:
-                return GridFilter()  # which may take more points, should other episodes need them
-    return enough_particles(model, episodes)
+    `H(C) − mean H(P)` is biased up by noise in the posterior P, and `H(C) + mean log P(c)` of the true
+    context down (see `MutualInformation`). That the true context is random makes the width of the bracket
+    noisy, so it is allowed two standard errors. Averaged over contexts as likely as another run of the filter
+    finds them, it is about as wide without that noise, and is allowed none; but two runs may be wrong alike.
+    """
+    assert episodes.contexts is not None
+    c = episodes.contexts[:, None]  # [B, 1]
+    prior = torch.bincount(c[:, 0], minlength=model.num_contexts).double() / len(c)
+    try:
+        first, second = (backend.run(model, episodes, seed=seed, moments=False) for seed in (0, 1))
+        p, other = first.posterior(prior)[:, -1], second.posterior(prior)[:, -1]  # [B, C]
+    except REFUSALS:
+        return False
+    mixed, negative_entropy = (1 - DOUBT) * p + DOUBT * prior, torch.xlogy(p, p).sum(1)
+    by_truth = negative_entropy - mixed.gather(1, c)[:, 0].log()  # [B]
+    by_other = negative_entropy - torch.xlogy(other, mixed).sum(1)
+    assert first.ess is not None
+    effective = first.ess.gather(2, c[:, None].expand(-1, first.ess.shape[1], 1)).mean()
+    chance = 2 * by_truth.std() / len(c) ** 0.5
+    narrow = (by_truth.mean() <= widest + chance) & (by_other.mean() <= widest)
+    return bool(narrow & (effective >= FEWEST_EFFECTIVE))

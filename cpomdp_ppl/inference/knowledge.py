@@ -1,0 +1,142 @@
+"""A filter inside a policy: what an agent knows, step by step, as a memory that a policy can carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.observed import Observed
+from cpomdp_ppl.inference.persistence import Persistent, Track
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cpomdp_ppl.inference.backend import Backend, Recursion
+    from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Percept
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """What is known about B episodes, each at a time of its own.
+
+    Nothing here is ever changed: `after` returns the knowledge one step later. All of it is to be called
+    inside `inference_scope`, where random numbers come from.
+
+    Attributes:
+        recursion: The filter at work.
+        persistent: As it begins again in episodes whose particles have all died; None to note them as lost.
+        track: The belief `[C, B, …]`, and log-likelihoods `[C, B]` of all that was seen since the prior.
+        prior: Prior over contexts, float64 `[B, C]`.
+        time: How many actions have been taken, int64 `[B]`.
+        lost: Episodes that no context can have produced any more, as all particles died, bool `[B]`. They
+            keep their posterior.
+
+    Examples:
+        >>> from cpomdp_ppl.inference import ParticleFilter
+        >>> from cpomdp_ppl.inference.backend import inference_scope
+        >>> from cpomdp_ppl.models import LightDark
+        >>> with inference_scope(LightDark(), seed=0):
+        ...     known = Knowledge.first(ParticleFilter(64), LightDark(), torch.full((10, 2), 0.5))
+        ...     known.log_posterior.shape, known.expected_rewards.shape
+        (torch.Size([10, 2]), torch.Size([10, 2, 3]))
+    """
+
+    recursion: Recursion
+    persistent: Persistent | None
+    track: Track
+    prior: Tensor
+    time: Tensor
+    lost: Tensor
+
+    @staticmethod
+    def first(backend: Backend, model: CPOMDP, prior: Tensor, *, persistent: bool = False) -> Knowledge:
+        """Before anything was seen, from priors `[B, C]`."""
+        p, recursion = prior.double(), backend.recursion(model)
+        filter_ = Persistent(backend, recursion, p)
+        time = torch.zeros(len(p), dtype=torch.long, device=p.device)
+        track = filter_.start(len(p))
+        return Knowledge(recursion, filter_ if persistent else None, track, p, time, time.bool())
+
+    @property
+    def model(self) -> CPOMDP:
+        """The model that is filtered."""
+        return self.recursion.model
+
+    @cached_property
+    def log_posterior(self) -> Tensor:
+        """`log P(c | h)`, float64 `[B, C]`."""
+        return (self.prior.log() + self.track.log_likelihood.T).log_softmax(1)
+
+    @cached_property
+    def moments(self) -> tuple[Any, Any]:
+        """Means and variances of the state under every context, leaves `[C, B, …]`."""
+        return self.recursion.moments(self.track.belief)
+
+    @cached_property
+    def expected_rewards(self) -> Tensor:
+        """`E[r_c(s, a) | h, c]` of every action, `[B, C, A]`."""
+        actions = (torch.full_like(self.time, a) for a in range(self.model.num_actions))
+        rewards = [self.recursion.expected_reward(self.track.belief, action).T for action in actions]
+        return torch.stack(rewards, -1)
+
+    @cached_property
+    def probabilities(self) -> Tensor | None:
+        """Probabilities of finitely many states under every context, `[C, B, S]`; None if they are not."""
+        return self.recursion.probabilities(self.track.belief)
+
+    @property
+    def ess(self) -> Tensor | None:
+        """Effective number of particles under every context, `[B, C]`; None if there are none."""
+        ess = self.recursion.ess(self.track.belief)
+        return None if ess is None else ess.T
+
+    def after(self, percept: Percept) -> Knowledge:
+        """After a step, or after an initial observation, whose percept has no action.
+
+        Raises:
+            DegenerateWeightsError: If no context can have produced an episode, however many particles; not
+                if such episodes are noted as lost.
+        """
+        time = self.time if percept.action is None else self.time + 1
+        seen = Observed.at(int(time.max()), percept.action, percept.observations, percept.observed)
+        moves = seen.action is not None
+        if self.persistent is not None:
+            take_in = self.persistent.step if moves else self.persistent.condition
+            return replace(self, track=take_in(self.track, seen)[0], time=time)
+        belief, increment = (self.recursion.step if moves else self.recursion.condition)(
+            self.track.belief, seen
+        )
+        total = self.track.log_likelihood + increment
+        lost = (self.prior.T.log() + total).amax(0) == -torch.inf  # [B]
+        track = Track(belief, torch.where(lost, self.track.log_likelihood, total))
+        return replace(self, track=track, time=time, lost=self.lost | lost)
+
+    def rows(self, index: Tensor) -> Knowledge:
+        """What is known about some of the episodes."""
+        belief = map_belief(lambda leaf: leaf.index_select(1, index), self.track.belief)
+        track = Track(belief, self.track.log_likelihood.index_select(1, index))
+        time, lost = self.time[index], self.lost[index]
+        return Knowledge(self.recursion, None, track, self.prior[index], time, lost)
+
+    def sure(self, contexts: Tensor) -> Knowledge:
+        """The same, but told the contexts `[B]`."""
+        told = torch.nn.functional.one_hot(contexts, self.prior.shape[1]).double()
+        track = replace(self.track, log_likelihood=torch.zeros_like(self.track.log_likelihood))
+        return replace(self, prior=told, track=track)
+
+    @staticmethod
+    def joined(parts: Sequence[Knowledge]) -> Knowledge:
+        """What is known about the episodes of several parts, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        first, *others = (part.track.belief for part in parts)
+        belief = map_belief(lambda *each: torch.cat(each, 1), first, *others)
+        track = Track(belief, torch.cat([part.track.log_likelihood for part in parts], 1))
+        prior, time, lost = (torch.cat([getattr(k, n) for k in parts]) for n in ("prior", "time", "lost"))
+        return Knowledge(parts[0].recursion, None, track, prior, time, lost)

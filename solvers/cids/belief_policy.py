@@ -1,0 +1,220 @@
+"""A policy that reads the filter's belief: the filter runs inside it, once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from cpomdp_ppl.agent import Agent
+from cpomdp_ppl.errors import require_count
+from cpomdp_ppl.inference.backend import inference_scope
+from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.knowledge import Knowledge
+from cpomdp_ppl.policy import RandomPolicy
+from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rollout import simulate
+from cpomdp_ppl.state import leaves
+from solvers.cids.critic import Critic
+
+if TYPE_CHECKING:
+    from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.inference.backend import Backend
+    from cpomdp_ppl.policy import Decision, History
+
+MOST_STATES = 128
+"""Of no more states than this, the policy reads the probability of each."""
+ODDS = 8.0
+"""Log-odds beyond this are as good as certain."""
+IDENTITY = 16
+"""How many numbers tell a context from the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the networks read of a belief, with any leading axes `[…]`."""
+
+    posterior: Tensor  # P(c | h), […, C]
+    by_context: Tensor  # what is believed under each context, […, C, F]
+    overall: Tensor  # what is believed over all, […, G]
+
+    @staticmethod
+    def stack(series: list[Inputs]) -> Inputs:
+        """Inputs `[B, T, …]` from those of T times, `[B, …]`."""
+        return Inputs(*(torch.stack([getattr(i, n) for i in series], 1) for n in Inputs.__annotations__))
+
+    @staticmethod
+    def joined(parts: list[Inputs]) -> Inputs:
+        """Those of several batches."""
+        return Inputs(*(torch.cat([getattr(i, n) for i in parts]) for n in Inputs.__annotations__))
+
+
+class BeliefEncoding(nn.Module):
+    """A belief as numbers of about the same size.
+
+    Under every context: its log-odds and probability, the mean and spread of every number of the state (or
+    the probabilities of the states, where they are few), and the expected reward of every action. Over all
+    contexts: the same, weighted by the posterior, the entropy of the posterior, and the time.
+    """
+
+    centre: Tensor
+    scale: Tensor
+    reward_scale: Tensor
+
+    def __init__(self, model: CPOMDP, backend: Backend) -> None:
+        super().__init__()
+        with inference_scope(model, 0):
+            probabilities = Knowledge.first(backend, model, model.prior()[None]).probabilities
+        few = probabilities is not None and probabilities.shape[2] <= MOST_STATES
+        self.num_states = probabilities.shape[2] if few and probabilities is not None else None
+        self.horizon = model.horizon
+        episodes = simulate(model, RandomPolicy(model.num_actions), 256, contexts="balanced", seed=0)
+        parts = [leaf.flatten(0, 1) for _, leaf in leaves(episodes.states)]
+        flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in parts], 1)
+        spread = flat.std(0, correction=0)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("centre", flat.mean(0).to(dtype))
+        self.register_buffer("scale", torch.where(spread > 1e-6, spread, 1.0).to(dtype))
+        assert episodes.rewards is not None
+        sizes = episodes.rewards[episodes.rewards != 0].abs().to(dtype)
+        self.register_buffer("reward_scale", sizes.median() if len(sizes) else torch.ones((), dtype=dtype))
+        believed = (self.num_states or 2 * len(self.centre)) + model.num_actions
+        self.by_context = self.overall = 2 + believed
+
+    def forward(self, known: Knowledge) -> Inputs:
+        """Read what is known about B episodes."""
+        dtype = self.centre.dtype
+        log_posterior = known.log_posterior  # [B, C]
+        p = log_posterior.exp()
+        others = torch.log1p(-p.clamp(max=1 - 1e-15))
+        odds = ((log_posterior - others).clamp(-ODDS, ODDS) / (ODDS / 2)).to(dtype)
+        posterior = p.to(dtype)
+        believed = torch.cat([self._states(known), self._rewards(known)], -1)  # [B, C, …]
+        by_context = torch.cat([odds[..., None], posterior[..., None], believed], -1)
+        overall = (posterior[:, None] @ believed).squeeze(1)
+        entropy = -torch.special.xlogy(posterior, posterior).sum(1, keepdim=True)
+        time = (known.time / self.horizon).to(dtype)[:, None]
+        return Inputs(posterior, by_context, torch.cat([entropy, time, overall], -1))
+
+    def _states(self, known: Knowledge) -> Tensor:
+        """`[B, C, …]`."""
+        if self.num_states is not None:
+            assert known.probabilities is not None
+            return known.probabilities.movedim(1, 0).to(self.centre.dtype)
+        mean, variance = (
+            torch.cat([leaf.reshape(*leaf.shape[:2], -1) for _, leaf in leaves(moment)], 2)
+            .movedim(1, 0)
+            .to(self.centre.dtype)
+            for moment in known.moments
+        )  # [B, C, D]
+        sd = variance.clamp(min=0).sqrt()
+        return torch.cat([(mean - self.centre) / self.scale, sd / self.scale], -1)
+
+    def _rewards(self, known: Knowledge) -> Tensor:
+        return (known.expected_rewards.to(self.centre.dtype) / self.reward_scale).asinh()
+
+
+class BeliefNet(nn.Module):
+    """A set encoder: contexts are read one by one by the same layer, and pooled by their probabilities."""
+
+    def __init__(self, encoding: BeliefEncoding, num_contexts: int, hidden: int) -> None:
+        super().__init__()
+        self.identity = nn.Parameter(torch.randn(num_contexts, IDENTITY) / 2)
+        pooled = (hidden + 1) // 2
+        self.each = nn.Linear(encoding.by_context + IDENTITY, pooled)
+        self.all = nn.Linear(pooled + 2 * num_contexts + encoding.overall, hidden)
+        self.last = nn.Linear(hidden, hidden)
+        for layer in (self.each, self.all, self.last):
+            nn.init.orthogonal_(layer.weight, gain=math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """`[…, H]`."""
+        of, at = inputs.by_context, self.each.weight.shape[1] - IDENTITY
+        # One product for what is read, one for who it is: the same as of both, side by side.
+        each = nn.functional.linear(of, self.each.weight[:, :at], self.each.bias)  # […, C, H]
+        each = (each + self.identity @ self.each.weight[:, at:].T).relu()
+        pooled = (inputs.posterior.unsqueeze(-1) * each).sum(-2)  # […, H]; `bmm` is slower
+        x = torch.cat([pooled, of[..., 0], of[..., 1], inputs.overall], -1)
+        features: Tensor = self.last(self.all(x).relu()).relu()
+        return features
+
+
+class BeliefPolicy(nn.Module):
+    """A small network over the filter's belief, with a second one for a critic.
+
+    The posterior is among its inputs: it serves every prior.
+
+    Args:
+        model: The CPOMDP that it acts in.
+        hidden: Number of hidden units H.
+        likelihood: The filter: a backend, its name, or None for the one that suits the model.
+        seed: Seed of the initial weights.
+
+    Examples:
+        >>> from cpomdp_ppl import simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> model = LightDark()
+        >>> policy = BeliefPolicy(model, seed=0)
+        >>> simulate(model, policy, 10, seed=0).actions.shape
+        torch.Size([10, 20])
+    """
+
+    amortised = True
+
+    def __init__(
+        self, model: CPOMDP, hidden: int = 64, *, likelihood: str | Backend | None = None, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.hidden = require_count("hidden", hidden)
+        self.backend = backend_for(model, likelihood)
+        self.encoding = BeliefEncoding(model, self.backend)
+        with isolated(seed):
+            self.actor = BeliefNet(self.encoding, model.num_contexts, hidden)
+            self.judge = BeliefNet(self.encoding, model.num_contexts, hidden)
+            self.logits = nn.Linear(hidden, model.num_actions)
+            nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
+            nn.init.zeros_(self.logits.bias)
+            self.critic = Critic(hidden)
+        self.to(model.device)
+        self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
+
+    @property
+    def model(self) -> CPOMDP:
+        """The CPOMDP that it acts in."""
+        return self._model[0]
+
+    def start(self, prior: Tensor) -> Knowledge:
+        """Nothing known but the prior."""
+        with inference_scope(self.model, _seed()):
+            return Knowledge.first(self.backend, self.model, prior, persistent=True)
+
+    def act(self, history: History, memory: Knowledge) -> tuple[Decision, Knowledge]:
+        """Take in the latest percept, and choose."""
+        with inference_scope(self.model, _seed()):
+            known = memory
+            if history.time or self.model.initial_observation:
+                known = memory.after(history.latest)
+            inputs = self.encoding(known)
+        return dist.Categorical(logits=self.decide(inputs)), known
+
+    def decide(self, inputs: Inputs) -> Tensor:
+        """Logits of all actions, `[…, A]`."""
+        logits: Tensor = self.logits(self.actor(inputs))
+        return logits
+
+    def values(self, inputs: Inputs) -> Tensor:
+        """Payoffs still to come, in the critic's eyes, `[…]`."""
+        return self.critic.values(self.judge(inputs))
+
+    def agent(self, **settings: Any) -> Agent:
+        """This policy at work, one episode at a time; see `Agent` for the settings."""
+        return Agent(self.model, self, **{"likelihood": self.backend, **settings})
+
+
+def _seed() -> int:
+    return int(torch.randint(2**31, ()))
