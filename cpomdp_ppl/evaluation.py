@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from cpomdp_ppl.bounds import informed_return
@@ -29,8 +30,7 @@ from cpomdp_ppl.rollout import simulate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.inference.choice import Follow
     from cpomdp_ppl.model import CPOMDP
@@ -40,8 +40,21 @@ if TYPE_CHECKING:
 UNCERTAIN_POSTERIOR = 0.05
 """Mean standard error of contexts' probabilities, beyond which there is a warning."""
 
+Outcome = TypeVar("Outcome")
+
+Worlds: TypeAlias = "tuple[Tensor, list[int]]"
+"""Episodes to play side by side: their contexts `[B]`, and seeds of world, policy and filter."""
+
 PolicyLike: TypeAlias = "Policy | Callable[[History], Decision]"
 """A policy, or a function from what the agent knows to its decision."""
+
+CLOSED_FORM = "an agent that is told the context, in closed form"
+SAME_POLICY = "the same policy, told the context"
+TOLD = "{}, told the context"
+"""What regret is against: the model's formula, the policy itself, or another one by name."""
+
+BELOW_ZERO = "told the context, the reference earns less: it was learned or written, and is not the optimum"
+"""What regret below zero means."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ class PerEpisode:
         identified: Whether the likeliest context at the end was the true one, bool `[B]`.
         drawn: Whether contexts were drawn from the prior because there were more contexts than episodes; all
             weights are `1 / B` then.
+        reference_returns: What the policy that regret is against earned in the same worlds, told the context,
+            float64 `[B]`; None where none was told.
     """
 
     contexts: Tensor
@@ -139,6 +154,7 @@ class PerEpisode:
     entropies: Tensor
     identified: Tensor
     drawn: bool
+    reference_returns: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"PerEpisode(B={len(self.contexts)}, drawn={self.drawn})"
@@ -162,6 +178,20 @@ class PerEpisode:
         alike = bool((self.contexts == self.contexts[0]).all())
         return replace(mean, standard_error=math.nan, deviation=math.nan) if alike else mean
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, to be written as JSON."""
+        parts = vars(self).items()
+        return {name: part.tolist() if isinstance(part, Tensor) else part for name, part in parts}
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> PerEpisode:
+        """Read what `as_dict` gave."""
+        parts: Any = {
+            name: torch.from_numpy(np.array(part)) if isinstance(part, list) else part
+            for name, part in content.items()
+        }
+        return PerEpisode(**parts)
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -172,15 +202,19 @@ class Evaluation:
         returns_by_context: The return in each context that was played, by name.
         entropy: The entropy of the context posterior at the end, in bits: what is left to find out.
         identified: How often the likeliest context at the end is the true one.
-        regret: How far the return is from that of an agent who knows the context, if the model knows that
-            (see `CPOMDP.context_known_return`).
+        regret: How far the return is from that of an agent who knows the context, as `regret_against` says.
         seconds_per_decision: Time that the policy took for one action of one episode, in the batches that
             were played.
         likelihood: The backend behind the posteriors, in a few words.
         identified_error: Standard error of `identified`.
-        informed_return: The return of an agent who knows the context and sees every state, where `regret` is
-            not known but this can be computed (see `cpomdp_ppl.bounds.informed_return`): nobody earns more.
+        informed_return: The return of an agent who knows the context and sees every state, where the model
+            does not say what knowing the context alone earns but this can be computed (see
+            `cpomdp_ppl.bounds.informed_return`): nobody earns more.
         unplayed: Prior probability of all contexts in which no episode was played, for want of episodes.
+        regret_against: Who it is that knows the context: an agent that earns what the model says (see
+            `CPOMDP.context_known_return`), or a policy that was told the context and played the same worlds.
+            Such a policy was learned or written, and may not be the best there is: regret is then too small,
+            and below zero if it earns less than the policy does that was told nothing.
         per_episode: The numbers of single episodes, of which the averages are made; None if the evaluation
             was read from a file.
     """
@@ -195,6 +229,7 @@ class Evaluation:
     identified_error: float = math.nan
     informed_return: float | None = None
     unplayed: float = 0.0
+    regret_against: str | None = None
     per_episode: PerEpisode | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -203,6 +238,13 @@ class Evaluation:
         if self.informed_return is None:
             return None
         return replace(self.returns, mean=self.informed_return - self.returns.mean)
+
+    @property
+    def beats_reference(self) -> bool:
+        """Whether regret against a policy is below zero by more than two standard errors."""
+        if self.regret is None or self.regret_against in (None, CLOSED_FORM):
+            return False
+        return self.regret.mean < -2 * self.regret.standard_error
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, to be written as JSON: all but `per_episode`."""
@@ -220,6 +262,8 @@ class Evaluation:
         parts["returns_by_context"] = {name: Mean.from_dict(each) for name, each in by_context}
         if parts.get("identified_error") is None:
             parts["identified_error"] = math.nan
+        if parts["regret"] is not None:
+            parts.setdefault("regret_against", CLOSED_FORM)  # there was no other
         return Evaluation(**parts)
 
     def __str__(self) -> str:
@@ -235,6 +279,10 @@ class Evaluation:
         ]
         if self.regret is not None:
             lines.append(("regret", self.regret.with_error()))
+        if self.regret_against is not None:
+            lines.append(("  against", self.regret_against))
+        if self.beats_reference:
+            lines.append(("  below zero", BELOW_ZERO))
         if self.informed_return is not None and self.regret_at_most is not None:
             lines.append(("at most", f"{self.informed_return:.3f} can be earned (state and context known)"))
             lines.append(("regret, at most", self.regret_at_most.with_error()))
@@ -259,8 +307,10 @@ class Comparison:
         head += ["ms a decision", "training, s"]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for name, e in self.evaluations.items():
-            regret = "–" if e.regret_at_most is None else f"≤ {e.regret_at_most.mean:.2f}"
-            regret = regret if e.regret is None else f"{e.regret.mean:.2f}"
+            bound = "" if e.regret_at_most is None else f"≤ {e.regret_at_most.mean:.2f}"
+            regret = bound or "–"
+            if e.regret is not None:
+                regret = e.regret.with_error(2) + (f" ({bound})" if bound else "")
             cells = [
                 name,
                 f"{e.returns.num_episodes:,}",
@@ -273,12 +323,20 @@ class Comparison:
                 f"{self.training_seconds[name]:.0f}" if name in self.training_seconds else "–",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        notes = []
+        references = dict.fromkeys(e.regret_against for e in self.evaluations.values() if e.regret_against)
+        if references:
+            notes.append(f"regret: against {'; or '.join(references)}.")
+        winners = [name for name, e in self.evaluations.items() if e.beats_reference]
+        if winners:
+            notes.append(f"Regret of {', '.join(winners)} is below zero: {BELOW_ZERO}.")
         bounds = {e.informed_return for e in self.evaluations.values()} - {None}
         if bounds:
             most = " or ".join(f"{bound:.3f}" for bound in bounds)
-            note = f"≤: regret is at most this, as nobody earns more than {most}, told context and state."
-            lines += ["", note]
-        return "\n".join(lines)
+            notes.append(
+                f"≤: regret is at most this, as nobody earns more than {most}, told context and state."
+            )
+        return "\n".join(lines + [line for note in notes for line in ("", note)])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, to be written as JSON; see `Evaluation.as_dict`."""
@@ -307,6 +365,7 @@ def evaluate(  # type: ignore[misc]  # the overloads' settings are those that fo
     likelihood: str | Backend | None = None,
     prior: Sequence[float] | Tensor | None = None,
     reveal_context: bool = False,
+    reference: PolicyLike | None = None,
     batch_size: int = 4000,
     workers: int | None = 1,
     progress: Progress = False,
@@ -323,6 +382,10 @@ def evaluate(  # type: ignore[misc]  # the overloads' settings are those that fo
     of a single episode. With fewer episodes than possible contexts, contexts are drawn from the prior:
     averages are then right on average, and `Evaluation.unplayed` says what they do not tell about.
 
+    Regret is against what the model says that knowing the context earns (`CPOMDP.context_known_return`). If
+    it does not say, it is against a policy that is told the context in the same worlds: the policy itself if
+    it reads the prior (its `amortised` is True), or of several such policies the one that then earns most.
+
     Args:
         model: The CPOMDP.
         policy: The policy that acts; or several, by name, for a table of them.
@@ -331,6 +394,8 @@ def evaluate(  # type: ignore[misc]  # the overloads' settings are those that fo
             exact one, as far as simulated episodes tell; see `reference_backend`.
         prior: Prior over contexts, `[C]`; the model's if left out.
         reveal_context: Whether the policy is told the context: it then starts from a prior that is sure.
+        reference: The policy that is told the context, for regret against it; it should read the prior. Left
+            out, it is chosen as said above.
         batch_size: How many episodes are played side by side.
         workers: In how many processes batches are played, for planners that take their time; more than one
             needs the extra `parallel`. None leaves it to joblib's configuration, a Dask cluster for instance,
@@ -365,7 +430,11 @@ def evaluate(  # type: ignore[misc]  # the overloads' settings are those that fo
             seed=fresh_seed(seed),
             follow=follow_by(model, likelihood),
         )
+        references = _references(model, policies, reference)
         found = {name: judge.evaluate(each, numbers[name]) for name, each in policies.items()}
+        sizes = set(numbers.values())
+        told = {who: {B: judge.told(each, B) for B in sizes} for who, each in references.items()}
+        found = with_regret(found, told)
     return Comparison(found, {}) if policies is policy else found[""]
 
 
@@ -410,6 +479,48 @@ def _episodes_by_name(
     return {name: require_count("num_episodes", number) for name, number in many.items()}
 
 
+def _references(
+    model: CPOMDP, policies: Mapping[str, PolicyLike], reference: PolicyLike | None
+) -> dict[str, PolicyLike]:
+    """Policies that regret may be against, by what `Evaluation.regret_against` says of them."""
+    if reference is not None:
+        as_policy(reference, "reference")
+        there = [name for name, policy in policies.items() if policy is reference]
+        found = {there[0] if there else getattr(reference, "__name__", type(reference).__name__): reference}
+    elif model.context_known_return() is None:
+        found = {name: policy for name, policy in policies.items() if getattr(policy, "amortised", False)}
+    else:
+        found = {}
+    return {TOLD.format(name) if name else SAME_POLICY: policy for name, policy in found.items()}
+
+
+def with_regret(
+    evaluations: Mapping[str, Evaluation], told: Mapping[str, Mapping[int, Tensor]]
+) -> dict[str, Evaluation]:
+    """Evaluations with regret against the policy that earns most when it is told the context.
+
+    Args:
+        evaluations: Evaluations by name; those without `per_episode` stay as they are.
+        told: What policies earned that were told the context, float64 `[B]`, in the order of `per_episode`:
+            by what `regret_against` is to say, and by the number of episodes B.
+    """
+    single = {name: e.per_episode for name, e in evaluations.items() if e.per_episode is not None}
+    if not single or not told:
+        return dict(evaluations)
+    most = max(single.values(), key=lambda each: len(each.returns))
+    best = max(told, key=lambda who: most.mean(told[who][len(most.returns)]).mean)
+    found = dict(evaluations)
+    for name, each in single.items():
+        earned = told[best][len(each.returns)]
+        found[name] = replace(
+            evaluations[name],
+            regret=each.mean(earned - each.returns),
+            regret_against=best,
+            per_episode=replace(each, reference_returns=earned),
+        )
+    return found
+
+
 class PlayedBatch(NamedTuple):
     """What came of episodes that were played side by side."""
 
@@ -438,18 +549,18 @@ class Judge:
     def evaluate(self, policy: PolicyLike, num_episodes: int) -> Evaluation:
         """Play one policy, and take stock."""
         B = num_episodes
-        root = np.random.SeedSequence(self.seed)
-        contexts, weights = weighted_strata(self.prior, B, root.spawn(1)[0])
-        n = -(-B // self.batch_size)  # batches
-        seeds = root.generate_state(3 * n).reshape(n, 3).tolist()
-        played = self._play(as_policy(policy), [(contexts[k::n], seeds[k]) for k in range(n)])
+        batches = self._batches(B)
+        # The policy itself and not a copy of it: it may count what it does.
+        acting, prior = as_policy(policy), self.prior if self.prior_given else None
+        play = partial(_play, self.model, acting, prior, self.reveal_context, self.follow)
+        played = self._in_batches(play, [batch[:2] for batch in batches], "playing")
         backend = " and ".join(sorted({part.backend for part in played}))
         tensors = zip(*(part[:4] for part in played), strict=True)
         c, returns, posteriors, errors = (torch.cat(parts).cpu() for parts in tensors)
         _warn_if_uncertain(float(errors.mean()), backend)
         each = PerEpisode(
             contexts=c,
-            weights=torch.cat([weights[k::n] for k in range(n)]).cpu(),
+            weights=torch.cat([weights for _, _, weights in batches]).cpu(),
             returns=returns,
             entropies=entropy(posteriors, "bits"),
             identified=posteriors.argmax(1) == c,
@@ -458,22 +569,35 @@ class Judge:
         seconds = sum(part.seconds for part in played)
         return self._summary(each, seconds / (B * self.model.horizon), backend)
 
-    def _play(self, policy: Policy, batches: Sequence[tuple[Tensor, list[int]]]) -> list[PlayedBatch]:
-        """Play batches, each with contexts `[B]` and seeds, here or in other processes; in their order."""
+    def told(self, policy: PolicyLike, num_episodes: int) -> Tensor:
+        """What a policy earns in the same worlds if it is told the context, float64 `[B]`."""
+        batches = [batch[:2] for batch in self._batches(num_episodes)]
+        play = partial(_told, self.model, as_policy(policy))
+        return torch.cat(self._in_batches(play, batches, "told the context")).cpu()
+
+    def _batches(self, num_episodes: int) -> list[tuple[Tensor, list[int], Tensor]]:
+        """Batches of episodes, each with contexts `[B]`, seeds, and weights `[B]`."""
+        root = np.random.SeedSequence(self.seed)
+        contexts, weights = weighted_strata(self.prior, num_episodes, root.spawn(1)[0])
+        n = -(-num_episodes // self.batch_size)
+        seeds = root.generate_state(3 * n).reshape(n, 3).tolist()
+        return [(contexts[k::n], seeds[k], weights[k::n]) for k in range(n)]
+
+    def _in_batches(
+        self, play: Callable[..., Outcome], batches: Sequence[Worlds], what: str
+    ) -> list[Outcome]:
+        """Play batches, here or in other processes; in their order."""
         horizon = self.model.horizon
         total = sum(len(contexts) for contexts, _ in batches) * horizon
-        prior = self.prior if self.prior_given else None
-        # The policy itself and not a copy of it: it may count what it does.
-        play = partial(_play, self.model, policy, prior, self.reveal_context, self.follow)
         found = {}
-        with bar(self.progress, total, "playing", "decisions") as progress:
+        with bar(self.progress, total, what, "decisions") as progress:
             here = stays_here(self.workers)
             if here:
                 play = partial(play, progress=progress)
             for k, played in in_parallel(play, batches, workers=self.workers):
                 found[k] = played
                 if not here:
-                    progress.update(len(played.contexts) * horizon)
+                    progress.update(len(batches[k][0]) * horizon)
         return [found[k] for k in range(len(batches))]
 
     def _summary(self, each: PerEpisode, seconds_per_decision: float, likelihood: str) -> Evaluation:
@@ -481,6 +605,7 @@ class Judge:
         model, c, p = self.model, each.contexts, self.prior.cpu()
         identified = each.mean(each.identified)
         best, bound = model.context_known_return(), self._informed_return
+        against = None if best is None else CLOSED_FORM
         return Evaluation(
             returns=each.mean(each.returns),
             returns_by_context={
@@ -496,6 +621,7 @@ class Judge:
             identified_error=identified.standard_error,
             informed_return=None if bound is None else float((p * bound.to(p)).sum()),
             unplayed=float(p[torch.bincount(c, minlength=len(p)) == 0].sum()),
+            regret_against=against,
             per_episode=each,
         )
 
@@ -512,17 +638,14 @@ def _play(
     prior: Tensor | None,
     reveal_context: bool,
     follow: Follow,
-    batch: tuple[Tensor, list[int]],
+    batch: Worlds,
     progress: Bar | None = None,
 ) -> PlayedBatch:
-    """Play episodes in contexts `[B]`, with seeds, and compute what can be believed at their end."""
-    contexts, (world_seed, policy_seed, filter_seed) = batch
-    timed = TimedPolicy(policy, policy_seed, progress)
-    believed = one_hot(contexts, model.num_contexts).double() if reveal_context else prior
-    episodes = simulate(model, timed, len(contexts), contexts=contexts, prior=believed, seed=world_seed)
+    """Play episodes, and compute what can be believed at their end."""
+    episodes, seconds = _simulated(model, policy, prior, reveal_context, batch, progress)
     if progress is not None:
         progress.set_postfix_str("context posteriors")
-    filtering, backend = follow(model, episodes, prior=prior, seed=filter_seed)
+    filtering, backend = follow(model, episodes, prior=prior, seed=batch[1][2])
     if progress is not None:
         progress.set_postfix_str("", refresh=False)
     assert episodes.contexts is not None
@@ -532,9 +655,32 @@ def _play(
         returns=episodes.returns.double(),
         posteriors=filtering.posterior(prior)[:, -1],
         posterior_errors=filtering.posterior_error(prior),
-        seconds=timed.seconds,
+        seconds=seconds,
         backend=backend.label,
     )
+
+
+def _told(model: CPOMDP, policy: Policy, batch: Worlds, progress: Bar | None = None) -> Tensor:
+    """Returns of episodes of a policy that is told the context, float64 `[B]`."""
+    returns = _simulated(model, policy, None, True, batch, progress)[0].returns
+    assert returns is not None
+    return returns.double()
+
+
+def _simulated(
+    model: CPOMDP,
+    policy: Policy,
+    prior: Tensor | None,
+    reveal_context: bool,
+    batch: Worlds,
+    progress: Bar | None,
+) -> tuple[Episodes, float]:
+    """Episodes, and the seconds that the policy took."""
+    contexts, (world_seed, policy_seed, _) = batch
+    timed = TimedPolicy(policy, policy_seed, progress)
+    believed = one_hot(contexts, model.num_contexts).double() if reveal_context else prior
+    episodes = simulate(model, timed, len(contexts), contexts=contexts, prior=believed, seed=world_seed)
+    return episodes, timed.seconds
 
 
 def _warn_if_uncertain(error: float, likelihood: str) -> None:

@@ -59,10 +59,16 @@ class Generative:
 
     def move(self, state: Any, action: Tensor, context: Tensor) -> tuple[State, Tensor]:
         """Draw where actions `[N]` lead from states with leaves `[N, …]`; that, and the rewards `[N]`."""
+        a, c = self._column(action), self._column(context)
+        reward = self.reward(state, action, context)
+        with self._batched(context):
+            return self.signature.broadcast(self.model.transition(state, a, c), context.shape), reward
+
+    def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+        """Rewards `r_c(s, a)` of actions `[N]` in states with leaves `[N, …]`, `[N]`."""
         S, a, c = context.shape, self._column(action), self._column(context)
         with self._batched(context):
-            reward = by_episode(as_reward(self.model.reward(state, a, c)), S, self._own).reshape(S)
-            return self.signature.broadcast(self.model.transition(state, a, c), S), reward
+            return by_episode(as_reward(self.model.reward(state, a, c)), S, self._own).reshape(S)
 
     def step(self, state: Any, action: Tensor, context: Tensor) -> Step:
         """Move, and draw what is seen there."""

@@ -130,8 +130,9 @@ class CPOMDP(PyroModule):
     def context_known_return(self) -> Tensor | None:
         """The best expected return in every context for an agent that knows it, `[C]`, if there is a formula.
 
-        Models override this to have regret reported. Without it, regret is bounded where context and state
-        known can be solved for; see `cpomdp_ppl.bounds.informed_return`.
+        Models override this to have regret without error. Without it, regret is against a policy that is told
+        the context (see `cpomdp_ppl.evaluation.evaluate`), and bounded where context and state known can be
+        solved for (see `cpomdp_ppl.bounds.informed_return`).
         """
         return None
 

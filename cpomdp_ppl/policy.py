@@ -171,13 +171,13 @@ class FunctionPolicy:
         return self.function(history), None
 
 
-def as_policy(policy: Policy | Callable[[History], Decision]) -> Policy:
-    """Return a policy as it is, and a plain function wrapped as one."""
+def as_policy(policy: Policy | Callable[[History], Decision], argument: str = "policy") -> Policy:
+    """Return a policy as it is, and a plain function wrapped as one; `argument` names it in an error."""
     if isinstance(policy, Policy) and not isinstance(policy, type):
         return policy
     require(
         callable(policy) and not isinstance(policy, type),
-        "policy",
+        argument,
         policy,
         "an object with `start` and `act`, or a function of a History",
     )

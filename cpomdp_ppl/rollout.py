@@ -82,7 +82,7 @@ def simulate(
             p = as_prior(prior, model.num_contexts, B).to(p)
         c = _contexts(contexts, p, model, B)
         episodes = rollout(model, policy, c, p)
-    require_finite(model, episodes)
+    require_finite_episodes(model, episodes)
     return episodes
 
 
@@ -103,7 +103,7 @@ def _contexts(contexts: Any, prior: Tensor, model: CPOMDP, B: int) -> Tensor:
     return c.expand(B)
 
 
-def require_finite(model: CPOMDP, episodes: Episodes) -> None:
+def require_finite_episodes(model: CPOMDP, episodes: Episodes) -> None:
     """Raise if a program produced a number that is not finite."""
     produced: list[tuple[str, str, Any, int]] = [("reward", "the reward", episodes.rewards, 0)]
     produced += [("transition", f"'{name}'", leaf, 0) for name, leaf in leaves(episodes.states)]

@@ -30,16 +30,17 @@ from cpomdp_ppl.cli.options import (
     target_options,
     warn,
 )
-from cpomdp_ppl.cli.policies import Budget, Recipe
+from cpomdp_ppl.cli.policies import Budget, Recipe, code_hash, recipe
 from cpomdp_ppl.cli.results import Results, figure_files
 from cpomdp_ppl.cli.target import CommandTarget
-from cpomdp_ppl.evaluation import Mean
+from cpomdp_ppl.evaluation import SAME_POLICY, Mean
 from cpomdp_ppl.experiments.run_files import ALGORITHM1, CHECKPOINT, HISTORY, SOLUTION
 from cpomdp_ppl.inference.choice import backend_for
 from solvers import cids
 from solvers.cids.group import ProcessFailedError, joined, process_group
 from solvers.cids.objective import OBJECTIVES
 from solvers.cids.training import WINDOW
+from solvers.cids.verdict import NotSolvedWarning
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -82,17 +83,24 @@ def fit(options: Namespace) -> int:
 def _fit(options: Namespace, group: SingleProcess) -> int:
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.run is None:
         raise CommandError("--folder: expected one that restarted processes can go on with, got none")
-    spec = ModelSpec.of([options.model, *options.arguments])
-    model = spec.build()
-    group.barrier()  # no folder before all have the model
     settings = {name: getattr(options, name) for name in SETTINGS}
+    settings["policy"] = options.policy or ("lstm" if options.objective == "variational" else "belief")
+    if options.start is not None and settings["policy"] != "belief":
+        raise CommandError("--start: only a belief policy imitates a rule: say --policy belief")
+    spec = ModelSpec.of([options.model, *options.arguments])
+    model, rule = spec.build(), None if options.start is None else recipe(options.start)
+    group.barrier()  # no folder before all have the model
     if group.rank > 0:
-        cids.fit(model, **settings, **group.broadcast({"seed": None, "checkpoint": None}), progress=False)
+        place = group.broadcast({"seed": None, "checkpoint": None})
+        cids.fit(model, **settings, **place, **_start(options, model, rule, place["seed"]), progress=False)
         return OK
     recorded = {**settings, "likelihood": None if options.likelihood is None else repr(options.likelihood)}
+    if rule is not None:
+        recorded |= {"start": options.start, "start_sha256": code_hash(options.start)}
     results = Results.at(options, "fit", spec, recorded, solver="cids")
     folder = results.folder
     place = group.broadcast({"seed": results.seed, "checkpoint": str(folder.path / CHECKPOINT)})
+    settings |= _start(options, model, rule, results.seed)
     if not folder.finished and any((folder.path / CHECKPOINT).glob("[!.]*")):
         # It goes on from there, and what was the best when it was stopped will soon not be.
         rmtree(folder.path / SOLUTION, ignore_errors=True)
@@ -100,7 +108,9 @@ def _fit(options: Namespace, group: SingleProcess) -> int:
     with results.kept():
         try:
             progress, every = progress_of(options), options.checkpoint_every
-            solution = cids.fit(model, **settings, **place, progress=progress, checkpoint_every=every)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotSolvedWarning)  # it is among the results
+                solution = cids.fit(model, **settings, **place, progress=progress, checkpoint_every=every)
         except cids.Interrupted as interrupt:
             _keep_fit(folder, interrupt.solution)
             raise Stopped(
@@ -111,9 +121,18 @@ def _fit(options: Namespace, group: SingleProcess) -> int:
         results.draw({"solution": lambda: solution.plot(likelihood=options.likelihood)})
         results.finish()
     print(last(solution))
+    if solution.verdict is not None:
+        print(solution.verdict)
     then = shlex.join(["cpomdp", "evaluate", str(folder.path)])
     note(options, f"solution: {folder.path / SOLUTION}; next: {then}")
     return OK
+
+
+def _start(options: Namespace, model: CPOMDP, rule: Recipe | None, seed: int) -> dict[str, Any]:
+    """The rule to start from, if there is one."""
+    if rule is None:
+        return {}
+    return {"start": rule.made(options.start, model, Budget(seed=seed, progress=progress_of(options)))}
 
 
 def _again(results: Results, group: SingleProcess) -> str:
@@ -151,14 +170,28 @@ def _fit_options(parser: ArgumentParser) -> None:
         help="what the policy maximises (default: %(default)s)",
     )
     parser.add_argument(
+        "--policy",
+        choices=["belief", "lstm"],
+        help="what is learned: belief reads what the filter believes, lstm, the paper's, what was seen "
+        "(default: belief, or lstm if variational)",
+    )
+    parser.add_argument(
+        "--start",
+        metavar="NAME",
+        help="a rule to start from, which a belief policy learns to imitate first: path/to/file.py:name, or "
+        "a policy by name (see compare)",
+    )
+    parser.add_argument(
         "--temperature",
         type=non_negative,
-        help="what a nat is worth in units of reward (default: falls from 3 to 0.5, or 0.2 if variational)",
+        help="what a nat is worth in units of reward (default: found from the model, and falling; with lstm "
+        "it falls from 3 to 0.5, or is 0.2 if variational)",
     )
     parser.add_argument(
         "--iterations",
         type=count,
-        help="number of batches (default: 800, or 4000 if variational; 1.5 times as many with dirichlet)",
+        help="number of batches, at most: a fit of a belief policy ends when it has settled (default: 600, "
+        "or 800 with lstm, or 4000 if variational; 1.5 times as many with dirichlet)",
     )
     parser.add_argument(
         "--batch-size",
@@ -199,6 +232,8 @@ FIT = Command(
         "cpomdp fit cpomdp_ppl.models:LightDark --seed 1",
         "cpomdp fit cpomdp_ppl.models:LightDark dark_variance=16 --likelihood ekf --seed 1 --run runs/ld16",
         "cpomdp fit my_model.py:Maze horizon=30 --iterations 400 --temperature 1 --prior 0.7,0.3",
+        "cpomdp fit my_model.py:Maze horizon=30 --start my_model.py:rule",
+        "cpomdp fit cpomdp_ppl.models:LightDark --policy lstm",
         "cpomdp fit cpomdp_ppl.models:LightDark --prior dirichlet",
     ),
     _fit_options,
@@ -245,7 +280,7 @@ def run(options: Namespace) -> int:
         except cids.RunInterrupted as interrupt:
             if not interrupt.run.num_episodes:
                 raise
-            _keep_run(results, interrupt.run)
+            _keep_run(results, replace(interrupt.run, reference=None))  # which would play for a while
             raise Stopped(
                 f"stopped after {interrupt.run.num_episodes:,} of {options.num_episodes:,} episodes, which "
                 f"are in {place}.csv; to begin again: {results.again()}"
@@ -254,6 +289,11 @@ def run(options: Namespace) -> int:
         results.draw({ALGORITHM1: lambda: picture(done)})
         results.finish(**target.in_force, context="in proportion to the prior", stop_at="never")
     print(table(done))
+    known = done.context_known
+    if known is not None and known.source == "policy":
+        pairs = zip(names, known.values.tolist(), known.standard_errors.tolist(), strict=True)
+        earned = ", ".join(f"{name} {value:.2f} ± {error:.2f}" for name, value, error in pairs)
+        note(options, f"regret is against {SAME_POLICY}: {earned}")
     note(options, f"episodes: {place}.csv and .nc")
     return OK
 
@@ -270,7 +310,6 @@ def episode_columns(done: Run) -> dict[str, list[Any]]:
     names = done.model.context_names
     true = [None] * R if done.contexts is None else [names[c] for c in done.contexts.tolist()]
     after = done.posteriors[:, 1:]  # [R, K, C]
-    optima = done.model.context_known_return()
     columns: dict[str, list[Any]] = {
         "run": [r for r in range(R) for _ in range(K)],
         "true_context": [true[r] for r in range(R) for _ in range(K)],
@@ -280,14 +319,16 @@ def episode_columns(done: Run) -> dict[str, list[Any]]:
         "information_nats": done.information.flatten().tolist(),
         "entropy_nats": done.entropy[:, 1:].flatten().tolist(),
     }
-    if done.contexts is not None and optima is not None:
+    if done.contexts is not None and (optima := done.context_known) is not None:
         columns["regret"] = done.regret(optima).flatten().tolist()
+        errors = optima.standard_errors[done.contexts.cpu()].tolist()
+        columns["context_known_standard_error"] = [error for error in errors for _ in range(K)]
     return columns | {f"P({name})": after[..., c].flatten().tolist() for c, name in enumerate(names)}
 
 
 def picture(done: Run) -> Figure:
-    """A figure of regret if it is known in closed form, and else of returns: to compute it may take long."""
-    optima = done.model.context_known_return()
+    """A figure of regret if that takes no planning, and else of returns."""
+    optima = None if done.contexts is None else done.context_known
     return replace(done, contexts=None).plot() if optima is None else done.plot(optima)
 
 

@@ -117,6 +117,7 @@ class FitAndEvaluate:
         settings = copy.deepcopy({**self.settings, **settings})  # a policy is learned in place
         # Chosen here, for the fingerprint to tell: outcomes of code that would choose another are refused.
         settings["likelihood"] = backend_for(model, settings.get("likelihood"))
+        settings = {"verdict": False, **settings}  # all of them are evaluated, which says more
         solution = cids.fit(model, seed=seed, checkpoint=place, progress=False, **settings)
         # On a fixed prior the policy is played with what it was learned for, as `Solution.evaluate` does.
         found = evaluate(

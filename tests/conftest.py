@@ -27,6 +27,11 @@ torch.set_num_threads(1)
 MODELS = {model.__name__: model for model in (LightDark, LineGrid, ContextualTiger, Beacons, Harbour, Office)}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Once a day, ArviZ tells whoever imports it of its next version."""
+    config.addinivalue_line("filterwarnings", r"ignore:\s*ArviZ is undergoing:FutureWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what takes long unless abuse is asked for, and begin with the notebook, which takes longest."""
     if int(os.environ.get("CPOMDP_ABUSE", "1")) == 1:

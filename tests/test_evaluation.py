@@ -9,9 +9,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl import RandomPolicy, evaluation, simulate
 from cpomdp_ppl.errors import DegenerateWeightsError
-from cpomdp_ppl.evaluation import Evaluation, Mean, compare, evaluate
+from cpomdp_ppl.evaluation import Evaluation, Mean, PerEpisode, compare, evaluate
 from cpomdp_ppl.inference import ParticleFilter, reference_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.prior import stratified, weighted_strata
@@ -103,8 +103,10 @@ def test_a_table_of_policies():
     table = compare(model, policies, {"random": 40, "left": 60}, training_seconds={"random": 3.0}, seed=0)
     assert table.evaluations["left"].returns == evaluate(model, policies["left"], 60, seed=0).returns
     assert table.evaluations["left"].returns.mean == pytest.approx(-10.0)
-    lines = str(table).splitlines()
+    *lines, empty, note = str(table).splitlines()
+    assert (empty, note) == ("", "regret: against an agent that is told the context, in closed form.")
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| random", "| left"]
+    assert f"| {table.evaluations['random'].regret.with_error(2)} |" in lines[2]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     for word in ("return", "detector left", "H(C|Y) in bits", "identified", "regret"):
         assert word in str(table.evaluations["left"])
@@ -324,12 +326,133 @@ def test_evaluations_of_earlier_versions_can_be_read():
         "likelihood": "exact",
     }
     read = Evaluation.from_dict(json.loads(json.dumps(old)))
+    assert read.regret_against is None
+    in_closed_form = Evaluation.from_dict({**old, "regret": mean})
+    assert f"against         {evaluation.CLOSED_FORM}" in str(in_closed_form)
+    assert not in_closed_form.beats_reference
     assert read.returns == Mean(1.5, 0.1, 1.0, 100)
     assert math.isnan(read.returns_by_context["right"].standard_error)
     assert read.regret_at_most is None
     assert "90.0 ± – %" in str(read)
     new = evaluate(ContextualTiger(), RandomPolicy(3), 9)
     assert Evaluation.from_dict(json.loads(json.dumps(new.as_dict()))) == new
+
+
+class Untold(LightDark):
+    """Light–Dark, as if nobody knew what knowing the context earns; short, for the sake of time."""
+
+    def __init__(self):
+        super().__init__(horizon=6)
+
+    def context_known_return(self):
+        return None
+
+
+class LikelierSide:
+    """Light–Dark: walks to the side that was likelier from the start, or to the right."""
+
+    amortised = True
+
+    def start(self, prior):
+        return (prior[:, 0] >= 0.5).long()
+
+    def act(self, history, memory):
+        return memory, memory
+
+
+class Contrary(LikelierSide):
+    """Walks to the dark side as soon as it is told which that is."""
+
+    def start(self, prior):
+        return torch.where(prior.amax(1) > 0.99, 1 - super().start(prior), 1)
+
+
+@pytest.mark.slow
+def test_regret_against_the_same_policy_told_the_context():
+    """Told, this policy does the best there is: the closed form is the truth."""
+    rule, settings = LikelierSide(), {"likelihood": "ekf", "seed": 1}
+    truth = evaluate(LightDark(horizon=6), rule, 2000, **settings)
+    found = evaluate(Untold(), rule, 2000, **settings)
+    told = evaluate(Untold(), rule, 2000, reveal_context=True, **settings)
+    best = float(LightDark(horizon=6).context_known_return()[0])
+    assert (found.returns, truth.regret_against) == (truth.returns, evaluation.CLOSED_FORM)
+    assert abs(found.regret.mean + found.returns.mean - best) < 3 * told.returns.standard_error
+    assert found.regret.mean == pytest.approx(told.returns.mean - found.returns.mean)
+    # Every other episode is the same, told or not: the rest is all that differs.
+    unpaired = math.hypot(found.returns.standard_error, told.returns.standard_error)
+    assert found.regret.standard_error < 0.9 * unpaired
+    each = found.per_episode
+    assert torch.equal(each.reference_returns, told.per_episode.returns)
+    assert found.regret == each.mean(each.reference_returns - each.returns)
+    right = each.contexts == 0
+    assert torch.equal(each.returns[right], each.reference_returns[right])
+    assert "against the same policy, told the context" in " ".join(str(found).split())
+    assert told.regret.mean == told.regret.standard_error == 0.0
+    assert truth.per_episode.reference_returns is None
+    # A policy of which nobody says that it reads the prior is no reference, unless it is named.
+    assert evaluate(Untold(), fixed_actions(*[1] * 20), 20, **settings).regret is None
+
+
+@pytest.mark.slow
+def test_regret_of_several_is_against_the_one_that_earns_most_when_told():
+    policies = {"random": RandomPolicy(3), "contrary": Contrary(), "side": LikelierSide()}
+    number = {"random": 40, "contrary": 60, "side": 60}
+    table = evaluate(Untold(), policies, number, likelihood="ekf", batch_size=25)
+    told = {
+        B: evaluate(Untold(), LikelierSide(), B, likelihood="ekf", batch_size=25, reveal_context=True)
+        for B in (40, 60)
+    }
+    for name, found in table.evaluations.items():
+        assert found.regret_against == "side, told the context"
+        each, other = found.per_episode, told[number[name]].per_episode
+        assert torch.equal(each.contexts, other.contexts)
+        assert found.regret == each.mean(other.returns - each.returns)
+    random = table.evaluations["random"]
+    assert random.regret.mean > 4 * random.regret.standard_error
+    assert "\n\nregret: against side, told the context.\n\n≤" in str(table)
+    assert f"| {random.regret.with_error(2)} (≤ {random.regret_at_most.mean:.2f}) |" in str(table)
+
+
+@pytest.mark.slow
+def test_regret_below_zero_is_explained():
+    """The reference need not be the best."""
+    found = evaluate(Untold(), Contrary(), 60, likelihood="ekf")
+    assert found.beats_reference
+    assert f"below zero {evaluation.BELOW_ZERO}" in " ".join(str(found).split())
+    table = evaluate(Untold(), {"one": Contrary(), "random": RandomPolicy(3)}, 60, likelihood="ekf")
+    assert f"Regret of one, random is below zero: {evaluation.BELOW_ZERO}." in str(table)
+    assert not evaluate(Untold(), LikelierSide(), 60, likelihood="ekf").beats_reference
+
+
+@pytest.mark.slow
+def test_who_is_told_can_be_named():
+    settings = {"likelihood": "ekf", "seed": 2}
+    right = fixed_actions(*[1] * 20)
+    found = evaluate(Untold(), right, 40, reference=LikelierSide(), **settings)
+    assert found.regret_against == "LikelierSide, told the context"
+    assert found.regret == evaluate(Untold(), LikelierSide(), 40, **settings).regret
+    named = evaluate(Untold(), right, 40, reference=right, **settings)
+    assert (named.regret.mean, named.regret_against) == (0.0, evaluation.SAME_POLICY)
+    both = {"right": right, "random": RandomPolicy(3)}
+    table = evaluate(LightDark(horizon=6), both, 40, reference=right, **settings)
+    assert table.evaluations["random"].regret_against == "right, told the context"
+    with pytest.raises(ValueError, match="reference: expected an object"):
+        evaluate(Untold(), right, 40, reference=3)
+
+
+def test_the_bound_stays_beside_regret_against_a_policy():
+    """The treasure every time is for who sees the door; who is told the context has to listen."""
+    found = evaluate(ContextualTiger(horizon=3), Openers(), 90, reference=RandomPolicy(3))
+    assert found.informed_return == pytest.approx(30.0)
+    table = compare(ContextualTiger(horizon=3), {"one": Openers()}, 90, reference=RandomPolicy(3))
+    assert f"| {found.regret.with_error(2)} (≤ {30 - found.returns.mean:.2f}) |" in str(table)
+
+
+def test_single_episodes_as_json():
+    found = evaluate(Untold(), LikelierSide(), 9, likelihood="ekf").per_episode
+    read = PerEpisode.from_dict(json.loads(json.dumps(found.as_dict())))
+    for name, value in vars(found).items():
+        assert value is read.drawn if name == "drawn" else torch.equal(value, getattr(read, name))
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.3, 0.999])

@@ -140,8 +140,8 @@ def algorithm() -> Iterator[str]:
         yield from (f"{module} -> {target}" for target in imports(module) if OPERATING.fullmatch(target))
 
 
-# What others may build on: the interface of backends and beliefs, the pass, what is observed and drawn, the
-# choice of a backend, and arithmetic (Gaussians, double precision). How each backend does its work is its
+# What others may build on: the interface of backends and beliefs, the pass, what is observed, drawn or known,
+# the choice of a backend, and arithmetic (Gaussians, double precision). How each backend does its work is its
 # affair.
 PUBLIC_INFERENCE = {
     "backend",
@@ -149,6 +149,7 @@ PUBLIC_INFERENCE = {
     "choice",
     "filtering",
     "gaussian_belief",
+    "knowledge",
     "observed",
     "persistence",
     "precision",
@@ -241,6 +242,7 @@ def length() -> Iterator[str]:
 
 
 SAME_NAME_SAME_MEANING = {
+    "Exploring": "a policy as it plays to learn, of every algorithm that leaves actions to chance",
     "Fitting": "a fit at work, of every algorithm that learns a policy",
     "Learner": "what takes the gradient steps, of every algorithm that learns a policy",
     "compare": "the command of the function",

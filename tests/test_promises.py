@@ -41,7 +41,7 @@ def everywhere(pattern: str) -> list[str]:
 
 
 def defaults(**given: object) -> FitSettings:
-    names = ("likelihood", "estimator", "prior", "temperature", "learning_rate", "iterations")
+    names = ("likelihood", "policy", "estimator", "prior", "temperature", "learning_rate", "iterations")
     return FitSettings.of(LineGrid(), objective="information", batch_size=2, **dict.fromkeys(names), **given)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from cpomdp_ppl.cli.command import OK, Command, CommandError
 from cpomdp_ppl.cli.model import ModelSpec
@@ -22,7 +25,7 @@ from cpomdp_ppl.cli.options import (
 from cpomdp_ppl.cli.policies import POLICIES, Budget, Recipe, code_hash, is_users_own, recipe
 from cpomdp_ppl.cli.results import Results
 from cpomdp_ppl.cli.target import load_solution, solution_hash
-from cpomdp_ppl.evaluation import Comparison, Evaluation, evaluate
+from cpomdp_ppl.evaluation import TOLD, Comparison, Evaluation, PerEpisode, evaluate, with_regret
 from cpomdp_ppl.experiments.run_files import COMPARISON
 from cpomdp_ppl.experiments.run_folder import RunFolder
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cpomdp_ppl.model import CPOMDP
+    from cpomdp_ppl.policy import Policy
 
 MEASURED = "comparison.json"
 """The file with everything that was measured, which a comparison that was stopped goes on with."""
@@ -97,6 +101,8 @@ def _measure(
     """Evaluate all who were not evaluated before or have changed since, and note each when it is done."""
     folder = results.folder
     measured: dict[str, Any] = folder.read_json(MEASURED) if folder.has(MEASURED) else {}
+    plans = {contestant.plans for contestant in contestants.values()}
+    sizes = {options.planned_episodes if plan else options.num_episodes for plan in plans}
     for name, contestant in contestants.items():
         if name in measured:
             if measured[name].get("solution_sha256") == hashes[name]:
@@ -109,25 +115,62 @@ def _measure(
         began = time.perf_counter()
         policy = contestant.made(name, model, Budget.of(options, results.seed, progress))
         seconds = time.perf_counter() - began if contestant.learns else None
-        evaluation = evaluate(
-            model,
-            policy,
-            options.planned_episodes if contestant.plans else options.num_episodes,
-            likelihood=options.likelihood,
-            prior=prior,
-            progress=progress,
-            seed=results.seed,
-        )
+        settings: dict[str, Any] = {
+            "likelihood": options.likelihood,
+            "prior": prior,
+            "progress": progress,
+            "seed": results.seed,
+        }
+        number = options.planned_episodes if contestant.plans else options.num_episodes
+        evaluation = evaluate(model, policy, number, **settings)
         measured[name] = {
             "evaluation": evaluation.as_dict(),
             "training_seconds": seconds,
             "solution_sha256": hashes[name],
         }
+        if model.context_known_return() is None:
+            assert evaluation.per_episode is not None
+            measured[name]["per_episode"] = evaluation.per_episode.as_dict()
+            if getattr(policy, "amortised", False) and not contestant.plans:
+                measured[name]["told"] = _told(model, policy, evaluation, sizes, settings)
         folder.write_json(MEASURED, measured)
         note(options, f"{name}: return {evaluation.returns}")
-    evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
     training = {name: each["training_seconds"] for name, each in measured.items()}
-    return Comparison(evaluations, {name: each for name, each in training.items() if each is not None})
+    known = {name: each for name, each in training.items() if each is not None}
+    return Comparison(_with_regret(measured), known)
+
+
+def _told(
+    model: CPOMDP, policy: Policy, evaluation: Evaluation, sizes: set[int], settings: Mapping[str, Any]
+) -> dict[str, list[float]]:
+    """What a policy earns told the context, by the number of episodes: those that any contestant plays."""
+    told = {}
+    for number in sizes:
+        if number == evaluation.returns.num_episodes:
+            each = evaluation.per_episode
+        else:
+            each = evaluate(model, policy, number, reveal_context=True, **settings).per_episode
+        assert each is not None
+        assert each.reference_returns is not None
+        told[str(number)] = each.reference_returns.tolist()
+    return told
+
+
+def _with_regret(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Evaluation]:
+    """Everybody's evaluation, with regret against the same policy if the model has no closed form."""
+    evaluations = {name: Evaluation.from_dict(each["evaluation"]) for name, each in measured.items()}
+    for name, each in measured.items():
+        if "per_episode" in each:
+            single = PerEpisode.from_dict(each["per_episode"])
+            evaluations[name] = replace(evaluations[name], per_episode=single)
+    told = {
+        TOLD.format(name): {
+            int(B): torch.tensor(earned, dtype=torch.float64) for B, earned in each["told"].items()
+        }
+        for name, each in measured.items()
+        if "told" in each
+    }
+    return with_regret(evaluations, told)
 
 
 def common_prior(solutions: Mapping[str, Any]) -> tuple[float, ...] | None:
@@ -163,6 +206,7 @@ def columns(comparison: Comparison) -> dict[str, list[Any]]:
             "identified_standard_error": e.identified_error,
             "regret": None if e.regret is None else e.regret.mean,
             "regret_standard_error": None if e.regret is None else e.regret.standard_error,
+            "regret_against": e.regret_against,
             "regret_at_most": None if e.regret_at_most is None else e.regret_at_most.mean,
             "informed_return": e.informed_return,
             "seconds_per_decision": e.seconds_per_decision,

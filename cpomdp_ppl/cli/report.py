@@ -17,6 +17,7 @@ from cpomdp_ppl.cli.provenance import spec_of
 from cpomdp_ppl.cli.target import load_solution, solution_place
 from cpomdp_ppl.experiments.run_folder import RunFolder, RunFolderError
 from cpomdp_ppl.inference import BACKENDS, as_backend
+from cpomdp_ppl.inference.choice import backend_from_data
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -34,7 +35,8 @@ def report(options: Namespace) -> int:
     folder.require_writable()
     policy, prior = None, None
     in_force: Mapping[str, Any] = {}
-    name = options.policy or recorded_policy(folder, spec)
+    is_fit = folder.record.get("solver") is not None  # whose `policy` is a kind of network
+    name = options.policy or (None if is_fit else recorded_policy(folder, spec))
     if name is not None:
         policy = recipe(name).made(name, model, budget_of(folder, options))
         prior = folder.record["settings"].get("prior")
@@ -84,12 +86,11 @@ def likelihood_of(folder: RunFolder, in_force: Mapping[str, Any]) -> Backend | N
         if isinstance(found, str) and found in BACKENDS:
             return as_backend(found)
         if isinstance(found, Mapping):  # as the settings of a solution have it
-            kind, settings = found.get(""), {name: value for name, value in found.items() if name}
-        else:  # as Python writes it: ParticleFilter(num_particles=256, …)
-            call: Any = ast.parse(found, mode="eval").body
-            kind = call.func.id
-            settings = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        return {each.__name__: each for each in BACKENDS.values()}[str(kind)](**settings)
+            return backend_from_data(found)
+        # As Python writes it: ParticleFilter(num_particles=256, …)
+        call: Any = ast.parse(found, mode="eval").body
+        settings = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return backend_from_data({"": call.func.id, **settings})
     return None
 
 

@@ -1,6 +1,7 @@
 """What files of a run folder are called, for those who write them and those who read them."""
 
 SOLUTION = "solution"  # a folder with what a fit came to
+SOLUTION_CONTENT = "solution.json"  # a file in it with all but the weights
 CHECKPOINT = "checkpoint"  # a folder of a fit at work, with the best so far, whatever ended it
 EVALUATION = "evaluation.json"  # what a policy earns and finds out
 COMPARISON = "comparison.csv"  # policies side by side

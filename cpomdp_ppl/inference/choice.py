@@ -1,12 +1,17 @@
-"""The backend to take: by its name, or for a model if none is given."""
+"""The backend to take: by its name, by a description in a file, or for a model if none is given."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cpomdp_ppl.errors import DensityError, invalid, require_model
+import numpy as np
+from torch import Tensor
+
+from cpomdp_ppl.errors import DensityError, ModelError, invalid, require, require_model
+from cpomdp_ppl.experiments.fingerprint import describe
 from cpomdp_ppl.inference.backend import Backend
 from cpomdp_ppl.inference.discrete import MEMORY
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
@@ -31,8 +36,6 @@ from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.filtering import Filtering
     from cpomdp_ppl.model import CPOMDP
@@ -85,6 +88,56 @@ def _named(likelihood: str | Backend, names: list[str]) -> Backend:
     return BACKENDS[likelihood]()
 
 
+def backend_as_data(backend: Backend) -> dict[str, Any] | None:
+    """A backend as plain data, from which `backend_from_data` makes it again.
+
+    None if it, or a part of it, is somebody's own: no file can hold code.
+
+    Examples:
+        >>> backend_as_data(ExtendedKalmanFilter())
+        {'': 'ExtendedKalmanFilter', 'reward_points': 64, 'engine': 'auto'}
+    """
+    parts = [getattr(backend, field.name) for field in fields(backend)] if _is_ours(backend) else [backend]
+    return describe(backend) if all(_is_plain(part) for part in parts) else None
+
+
+def backend_from_data(data: Any) -> Backend:
+    """The backend that plain data describe, as `backend_as_data` gives them; nothing in them is ever run.
+
+    Raises:
+        ValueError: If they describe none.
+
+    Examples:
+        >>> backend_from_data({"": "ParticleFilter", "num_particles": 64}).label
+        'smc, 64 particles'
+    """
+    kinds = {kind.__name__: kind for kind in BACKENDS.values()}
+    name = data.get("") if isinstance(data, Mapping) else None
+    if not isinstance(name, str) or name not in kinds:
+        raise invalid("likelihood", data, f"one of {', '.join(kinds)}, with its settings")
+    settings = {key: value for key, value in data.items() if key}
+    taken = {field.name: field.default for field in fields(kinds[name])}
+    for key, value in settings.items():
+        require(key in taken, "likelihood", key, f"settings of {name} out of {', '.join(taken)}")
+        require(_is_plain(value), key, value, "a plain value")
+        require(type(value) is bool or type(taken[key]) is not bool, key, value, "True or False")
+    try:
+        return kinds[name](**settings)
+    except (TypeError, OverflowError) as error:  # of comparisons with what is no number
+        raise invalid("likelihood", data, f"settings that {name} takes") from error
+
+
+def _is_ours(backend: Backend) -> bool:
+    return type(backend) in BACKENDS.values()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a setting."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str | Tensor | np.ndarray | np.generic)
+
+
 def default_backend(model: CPOMDP, *, most_exact: bool = False) -> Backend:
     """The backend that serves a model well, as far as simulated episodes tell: what `"auto"` means.
 
@@ -104,12 +157,17 @@ def default_backend(model: CPOMDP, *, most_exact: bool = False) -> Backend:
             models of any size that fits in memory, a grid, which estimates its error, states of one number,
             and others have at least 1,024 particles, and as many as 0.01 nats take.
 
+    Raises:
+        ModelError: If nothing is ever seen.
+
     Examples:
         >>> from cpomdp_ppl.models import LightDark, LineGrid
         >>> default_backend(LineGrid()).label, default_backend(LightDark()).name
         ('exact', 'smc')
     """
     require_model(model)
+    if not signature(model).observations:
+        raise ModelError(type(model).__name__, ["observation: has no sample site: nothing is seen"])
     if _has_tables(model, most_exact) and _serves(ObservableOperator(), model):
         return ObservableOperator()
     if all(is_linear_gaussian(model, episodes) for episodes in trials(model)):

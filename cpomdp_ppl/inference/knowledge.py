@@ -14,8 +14,6 @@ from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.persistence import Persistent, Track
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cpomdp_ppl.inference.backend import Backend, Recursion
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Percept
@@ -68,6 +66,12 @@ class Knowledge:
         """The model that is filtered."""
         return self.recursion.model
 
+    @property
+    def contexts(self) -> Tensor:
+        """All contexts, int64 `[B, C]`."""
+        B, C = self.prior.shape
+        return torch.arange(C, device=self.prior.device).expand(B, C)
+
     @cached_property
     def log_posterior(self) -> Tensor:
         """`log P(c | h)`, float64 `[B, C]`."""
@@ -113,9 +117,9 @@ class Knowledge:
             self.track.belief, seen
         )
         total = self.track.log_likelihood + increment
-        lost = (self.prior.T.log() + total).amax(0) == -torch.inf  # [B]
+        lost = self.lost | ((self.prior.T.log() + total).amax(0) == -torch.inf)  # [B]
         track = Track(belief, torch.where(lost, self.track.log_likelihood, total))
-        return replace(self, track=track, time=time, lost=self.lost | lost)
+        return replace(self, track=track, time=time, lost=lost)
 
     def rows(self, index: Tensor) -> Knowledge:
         """What is known about some of the episodes."""
@@ -123,20 +127,3 @@ class Knowledge:
         track = Track(belief, self.track.log_likelihood.index_select(1, index))
         time, lost = self.time[index], self.lost[index]
         return Knowledge(self.recursion, None, track, self.prior[index], time, lost)
-
-    def sure(self, contexts: Tensor) -> Knowledge:
-        """The same, but told the contexts `[B]`."""
-        told = torch.nn.functional.one_hot(contexts, self.prior.shape[1]).double()
-        track = replace(self.track, log_likelihood=torch.zeros_like(self.track.log_likelihood))
-        return replace(self, prior=told, track=track)
-
-    @staticmethod
-    def joined(parts: Sequence[Knowledge]) -> Knowledge:
-        """What is known about the episodes of several parts, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        first, *others = (part.track.belief for part in parts)
-        belief = map_belief(lambda *each: torch.cat(each, 1), first, *others)
-        track = Track(belief, torch.cat([part.track.log_likelihood for part in parts], 1))
-        prior, time, lost = (torch.cat([getattr(k, n) for k in parts]) for n in ("prior", "time", "lost"))
-        return Knowledge(parts[0].recursion, None, track, prior, time, lost)

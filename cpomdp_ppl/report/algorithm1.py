@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cpomdp_ppl.evaluation import SAME_POLICY
 from cpomdp_ppl.experiments.run_files import ALGORITHM1
 from cpomdp_ppl.experiments.run_folder import RunFolderError
 from cpomdp_ppl.report.rounding import significant
@@ -44,6 +45,7 @@ def episode_table(folder: RunFolder) -> dict[str, Any] | None:
         true = columns["true_context"]
         believed = _numbers([columns[f"P({name})"][i] if name else "" for i, name in enumerate(true)])
         regret = _numbers(columns["regret"]) if "regret" in columns else np.full(len(episode), np.nan)
+        errors = _numbers(columns.get("context_known_standard_error", []))
     except (KeyError, ValueError) as error:
         raise RunFolderError(f"{folder.path / file} is damaged: it is no record of Algorithm 1") from error
     K = int(episode.max(initial=0))
@@ -62,11 +64,14 @@ def episode_table(folder: RunFolder) -> dict[str, Any] | None:
             _mean(believed[all_runs]),
         ]
         rows.append([int(k), n, *significant(np.array(measured), 6)])
-    # No column for what is nowhere known, such as regret without a closed form.
+    # No column for what is nowhere known, such as regret if nobody could be told the context.
     known = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in rows)]
     titles = list(COLUMNS)
+    sentence = _sentence(K, rows)
+    if (errors > 0).any():
+        sentence = f"Regret is against {SAME_POLICY}. {sentence}"
     return {
-        "sentence": _sentence(K, rows),
+        "sentence": sentence,
         "label": "Algorithm 1 by episode",
         "columns": [titles[i] for i in known],
         "decimals": [COLUMNS[titles[i]] for i in known],

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpomdp_ppl.experiments.run_files import CALIBRATION, COMPARISON, EVALUATION, GOOD_RHAT, HISTORY, RHAT
+from cpomdp_ppl.experiments.run_files import (
+    CALIBRATION,
+    COMPARISON,
+    EVALUATION,
+    GOOD_RHAT,
+    HISTORY,
+    RHAT,
+    SOLUTION,
+    SOLUTION_CONTENT,
+)
 from cpomdp_ppl.experiments.run_folder import RunFolderError
+from cpomdp_ppl.inference.choice import backend_from_data
 from cpomdp_ppl.report.rounding import significant
 
 if TYPE_CHECKING:
@@ -43,6 +54,34 @@ def headline(folder: RunFolder) -> dict[str, Any] | None:
     if folder.has(COMPARISON):
         found["tables"].append({"label": "Comparison of policies", **_table(folder, COMPARISON)})
     return found if found["tables"] else None
+
+
+def solved(folder: RunFolder) -> dict[str, Any] | None:
+    """What a fit says of itself: by which filter it was learned, and the verdict on its policy."""
+    file = str(Path(SOLUTION, SOLUTION_CONTENT))
+    if not folder.has(file):
+        return None
+    content = folder.read_json(file)
+    try:
+        learned_by = content.get("likelihood") or content["settings"].get("likelihood")
+        found = {"likelihood": _label(learned_by), "sentence": None, "solved": None}
+        if content.get("verdict") is not None:
+            found |= {name: content["verdict"][name] for name in ("sentence", "solved")}
+        proper = isinstance(found["sentence"], str | None) and isinstance(found["solved"], bool | None)
+    except (KeyError, TypeError, AttributeError):
+        proper = False
+    if not proper:
+        raise RunFolderError(f"{folder.path / file} is damaged: it is no solution")
+    return found
+
+
+def _label(likelihood: Any) -> str | None:
+    """A backend in a few words, as a solution describes it; None if that does not tell."""
+    try:
+        return backend_from_data(likelihood).label
+    except ValueError:  # of the user's own
+        name = likelihood.get("") if isinstance(likelihood, dict) else likelihood
+        return name if isinstance(name, str) else None
 
 
 def convergence(folder: RunFolder, known_return: float | None) -> dict[str, Any] | None:
@@ -126,10 +165,11 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
     regret = evaluation.get("regret")
     if regret is not None:
         error = _fixed(regret["standard_error"], 2)
-        more = f"± {error} (standard error) behind an agent that is told the context"
+        against = evaluation.get("regret_against") or "an agent that is told the context"
+        more = f"± {error} (standard error) behind {against}"
         numbers.append({"name": "Regret", "value": _fixed(regret["mean"], 2), "more": more})
     most = evaluation.get("informed_return")
-    if regret is None and most is not None:
+    if most is not None:
         error = _fixed(returns["standard_error"], 2)
         more = (
             f"± {error} (standard error) behind {most:.2f}, the most that knowing all of the state can earn"

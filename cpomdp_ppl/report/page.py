@@ -17,7 +17,7 @@ from cpomdp_ppl.experiments.files import write_text_atomic
 from cpomdp_ppl.experiments.run_folder import RunFolder, versions
 from cpomdp_ppl.prior import one_prior
 from cpomdp_ppl.report.algorithm1 import episode_table
-from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline
+from cpomdp_ppl.report.contents import configuration, convergence, diagnostics, headline, solved
 from cpomdp_ppl.report.pictures import SOLUTION, pictures
 from cpomdp_ppl.report.recording import record
 
@@ -103,6 +103,7 @@ def write_report(
     require_model(model)
     opened = RunFolder.open(folder, unfinished=True)
     data = _frame(opened, model)
+    data["solved"] = solved(opened)
     data["headline"] = headline(opened)
     data["convergence"] = convergence(opened, _known_return(model, prior))
     data["algorithm1"] = episode_table(opened)

@@ -118,6 +118,9 @@ function header() {
   byId("title").textContent = data.title;
   byId("lead").textContent = data.lead;
   for (const [name, value] of data.facts) byId("facts").append(html("li", {}, `${name} `, html("b", {}, value)));
+  if (data.solved?.likelihood) byId("facts").append(html("li", {}, "learned by ", html("b", {}, data.solved.likelihood)));
+  if (data.solved?.sentence) byId("facts").after(html(
+    "p", {id: "verdict", class: `verdict${data.solved.solved ? "" : " warning"}`}, data.solved.sentence));
   if (data.unfinished) byId("facts").append(html("li", {class: "warning"}, data.unfinished));
   byId("foot").textContent = data.foot;
 }

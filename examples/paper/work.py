@@ -67,6 +67,7 @@ def fit_cids(settings: Mapping[str, Any], folder: Path, need: Path | None) -> di
             seed=settings["seed"],
             progress=False,
             checkpoint=folder / CHECKPOINT,
+            verdict=False,
         )
     solution.save(folder / SOLUTION)
     history = solution.history

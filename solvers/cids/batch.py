@@ -67,9 +67,8 @@ class Batch:
         log_posterior: `log P(c | h_t)`, float64 `[B, T + 1, C]`.
         statistics: Means over all episodes; several processes each hold some episodes of the same batch.
         previous: The action before each decision, `[B, T]`; -1 for none.
-        own: Which episodes are of the problem itself, bool `[B]`: they begin at the beginning, with the prior
-            of the fit.
-        told: Which episodes begin there, too, but told the context, bool `[B]`. All others begin elsewhere.
+        since: From which step on the policy acts, `[B]`; what came before was somebody else's.
+        told: Which episodes begin told the context, bool `[B]`.
         inputs: What the policy read before each decision, if it reads beliefs.
     """
 
@@ -79,7 +78,7 @@ class Batch:
     log_posterior: Tensor
     statistics: Statistics
     previous: Tensor
-    own: Tensor
+    since: Tensor
     told: Tensor
     inputs: Inputs | None = None
 
@@ -87,16 +86,21 @@ class Batch:
     def of(episodes: Episodes, filtering: Filtering, prior: Tensor, statistics: Statistics = OWN) -> Batch:
         """Episodes of the problem itself and their filtering; one prior `[C]` may stand for all."""
         prior = prior.expand(len(episodes), -1)
-        own = torch.ones(len(episodes), dtype=torch.bool, device=prior.device)
+        since = torch.zeros(len(episodes), dtype=torch.long, device=prior.device)
         previous = previous_actions(episodes.actions)
         log_posterior = filtering.log_posterior(prior)
-        return Batch(episodes, filtering, prior, log_posterior, statistics, previous, own, ~own)
+        return Batch(episodes, filtering, prior, log_posterior, statistics, previous, since, since.bool())
+
+    @property
+    def own(self) -> Tensor:
+        """Which episodes are of the problem itself, from its beginning on, bool `[B]`."""
+        return (self.since == 0) & ~self.told
 
     @cached_property
     def alive(self) -> Tensor:
-        """Which steps count, bool `[B, T]`: those before the end of their episode."""
+        """Which steps count, bool `[B, T]`: those of the policy, before the end of their episode."""
         steps = torch.arange(self.episodes.horizon, device=self.prior.device)
-        return steps < self.episodes.lengths[:, None]
+        return (steps >= self.since[:, None]) & (steps < self.episodes.lengths[:, None])
 
     @cached_property
     def share_alive(self) -> Tensor:

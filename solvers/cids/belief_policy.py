@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Decision, History
+    from solvers.cids.experts import Sight
 
 MOST_STATES = 128
 """Of no more states than this, the policy reads the probability of each."""
@@ -36,10 +37,15 @@ IDENTITY = 16
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the networks read of a belief, with any leading axes `[…]`."""
+    """What the networks read of a belief, with any leading axes `[…]`.
 
+    Of K contexts they read what is believed under each: of all of them, or of the one that is certain.
+    """
+
+    odds: Tensor  # log-odds of the contexts, […, C]
     posterior: Tensor  # P(c | h), […, C]
-    by_context: Tensor  # what is believed under each context, […, C, F]
+    contexts: Tensor  # which K contexts are read, […, K]
+    by_context: Tensor  # what is believed under each of them, […, K, F]
     overall: Tensor  # what is believed over all, […, G]
 
     @staticmethod
@@ -85,7 +91,7 @@ class BeliefEncoding(nn.Module):
         believed = (self.num_states or 2 * len(self.centre)) + model.num_actions
         self.by_context = self.overall = 2 + believed
 
-    def forward(self, known: Knowledge) -> Inputs:
+    def forward(self, known: Knowledge | Sight) -> Inputs:
         """Read what is known about B episodes."""
         dtype = self.centre.dtype
         log_posterior = known.log_posterior  # [B, C]
@@ -93,15 +99,17 @@ class BeliefEncoding(nn.Module):
         others = torch.log1p(-p.clamp(max=1 - 1e-15))
         odds = ((log_posterior - others).clamp(-ODDS, ODDS) / (ODDS / 2)).to(dtype)
         posterior = p.to(dtype)
-        believed = torch.cat([self._states(known), self._rewards(known)], -1)  # [B, C, …]
-        by_context = torch.cat([odds[..., None], posterior[..., None], believed], -1)
-        overall = (posterior[:, None] @ believed).squeeze(1)
+        contexts = known.contexts
+        told = [each.gather(1, contexts)[..., None] for each in (odds, posterior)]
+        believed = torch.cat([self._states(known), self._rewards(known)], -1)  # [B, K, …]
+        overall = (told[1].mT @ believed).squeeze(1)
         entropy = -torch.special.xlogy(posterior, posterior).sum(1, keepdim=True)
         time = (known.time / self.horizon).to(dtype)[:, None]
-        return Inputs(posterior, by_context, torch.cat([entropy, time, overall], -1))
+        overall = torch.cat([entropy, time, overall], -1)
+        return Inputs(odds, posterior, contexts, torch.cat([*told, believed], -1), overall)
 
-    def _states(self, known: Knowledge) -> Tensor:
-        """`[B, C, …]`."""
+    def _states(self, known: Knowledge | Sight) -> Tensor:
+        """`[B, K, …]`."""
         if self.num_states is not None:
             assert known.probabilities is not None
             return known.probabilities.movedim(1, 0).to(self.centre.dtype)
@@ -110,11 +118,11 @@ class BeliefEncoding(nn.Module):
             .movedim(1, 0)
             .to(self.centre.dtype)
             for moment in known.moments
-        )  # [B, C, D]
+        )  # [B, K, D]
         sd = variance.clamp(min=0).sqrt()
         return torch.cat([(mean - self.centre) / self.scale, sd / self.scale], -1)
 
-    def _rewards(self, known: Knowledge) -> Tensor:
+    def _rewards(self, known: Knowledge | Sight) -> Tensor:
         return (known.expected_rewards.to(self.centre.dtype) / self.reward_scale).asinh()
 
 
@@ -136,10 +144,12 @@ class BeliefNet(nn.Module):
         """`[…, H]`."""
         of, at = inputs.by_context, self.each.weight.shape[1] - IDENTITY
         # One product for what is read, one for who it is: the same as of both, side by side.
-        each = nn.functional.linear(of, self.each.weight[:, :at], self.each.bias)  # […, C, H]
-        each = (each + self.identity @ self.each.weight[:, at:].T).relu()
-        pooled = (inputs.posterior.unsqueeze(-1) * each).sum(-2)  # […, H]; `bmm` is slower
-        x = torch.cat([pooled, of[..., 0], of[..., 1], inputs.overall], -1)
+        who = self.identity @ self.each.weight[:, at:].T  # [C, H]
+        if of.shape[-2] < len(who):
+            who = who[inputs.contexts]  # […, K, H]
+        each = (nn.functional.linear(of, self.each.weight[:, :at], self.each.bias) + who).relu()
+        pooled = (of[..., 1:2] * each).sum(-2)  # […, H], by probabilities; `bmm` is slower
+        x = torch.cat([pooled, inputs.odds, inputs.posterior, inputs.overall], -1)
         features: Tensor = self.last(self.all(x).relu()).relu()
         return features
 

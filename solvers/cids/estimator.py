@@ -84,8 +84,8 @@ class Estimator(Protocol):
         ...
 
     @property
-    def restarts(self) -> float | Schedule:
-        """Which share begin in the middle of lucky ones, for policies that read beliefs."""
+    def led(self) -> float | Schedule:
+        """Which share is led somewhere before the policy acts, for policies that read beliefs."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class Reinforce:
     random_actions: float = field(default=0.0, init=False)
     persistence: float = field(default=0.0, init=False)
     told: float = field(default=0.0, init=False)
-    restarts: float = field(default=0.0, init=False)
+    led: float = field(default=0.0, init=False)
     warm_up: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class ActorCritic:
             part of the policy that is improved. Actions that are repeated get further.
         told: Which share of the episodes begin told the context, if the policy reads beliefs: what to do when
             sure is learned sooner, and worth finding out.
-        restarts: Which share begin in the middle of lucky episodes, told the context, if the policy reads
+        led: Which share is led to some place that chance hardly gets to, before the policy acts, if it reads
             beliefs; see `solvers.cids.lucky`.
         exploration: What a nat of entropy of the actions is worth, in units of the advantages' size: a
             number or a schedule.
@@ -196,7 +196,7 @@ class ActorCritic:
     random_actions: float | Schedule = RANDOM_ACTIONS
     persistence: float | Schedule = 0.0
     told: float | Schedule = 0.0
-    restarts: float | Schedule = 0.0
+    led: float | Schedule = 0.0
     exploration: float | Schedule = EXPLORATION
     value_weight: float = 0.5
     context_weight: float = 1.0
@@ -214,8 +214,8 @@ class ActorCritic:
         chance = as_schedule("random_actions", self.random_actions)
         require(chance(0.0) < 1 and chance(1.0) < 1, "random_actions", self.random_actions, "less than 1")
         as_schedule("persistence", self.persistence)
-        told, restarts = as_schedule("told", self.told), as_schedule("restarts", self.restarts)
-        require(told(0.0) + restarts(0.0) < 1, "told", self.told, "less than 1, together with restarts")
+        told, led = as_schedule("told", self.told), as_schedule("led", self.led)
+        require(told(0.0) + led(0.0) < 1, "told", self.told, "less than 1, together with led")
         for name in ("value_weight", "context_weight", "state_weight"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a non-negative number")
 
@@ -223,7 +223,7 @@ class ActorCritic:
         """`Σ_k λ^k δ_{t+k}` with `δ_t = r_t + V(h_{t+1}) − V(h_t)`."""
         values = before.values.double() * before.batch.alive  # [B, T]
         after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-        delta = payoffs + after - values  # zero where an episode is over
+        delta = (payoffs + after - values) * before.batch.alive
         T = payoffs.shape[1]
         steps = torch.arange(T, device=payoffs.device)
         ahead = (steps[:, None] - steps).double()  # [T, T]: how far a later step (row) is from t (column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import one_hot
@@ -12,13 +12,13 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.inference import Filtering
-from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.rng import seed_for
 from cpomdp_ppl.rollout import simulate
 from solvers.cids.batch import Batch
 from solvers.cids.group import SINGLE_PROCESS
-from solvers.cids.playing import Moments, Played, play_on
+from solvers.cids.playing import Lead, Played, play_out
+from solvers.cids.policy import previous_actions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Policy
     from solvers.cids.batch import Statistics
     from solvers.cids.group import SingleProcess
-    from solvers.cids.lucky import LuckyMoments
     from solvers.cids.policy import Exploring
 
 GOLDEN_RATIO = 0.6180339887498949
@@ -68,49 +67,46 @@ def split(batch_size: int) -> list[Shard]:
     return [Shard(k, slice(starts[k], starts[k + 1])) for k in range(number)]
 
 
-class Begun(NamedTuple):
-    """Moments that episodes begin from, and which of them are the problem's own, or told the context."""
-
-    moments: Moments
-    own: Tensor  # bool [B]
-    told: Tensor  # bool [B]
-
-
 @dataclass(frozen=True, eq=False)
 class Beginnings:
-    """How episodes begin.
+    """How the episodes of a batch begin.
 
     Attributes:
-        told: Which share of them is told the context.
-        restarts: Which share begins in the middle of lucky episodes.
-        lucky: Those moments; None if there are none.
+        contexts: Their true contexts, `[B]`.
+        prior: What is believed about them, `[B, C]`.
+        told: Which of them are told the context, bool `[B]`.
+        lead: What is done at first, before the policy acts; None for nothing.
     """
 
-    told: float = 0.0
-    restarts: float = 0.0
-    lucky: LuckyMoments | None = None
+    contexts: Tensor
+    prior: Tensor
+    told: Tensor
+    lead: Lead | None
 
-    def of(self, backend: Backend, model: CPOMDP, contexts: Tensor, prior: Tensor) -> Begun:
-        """Moments to begin from in contexts `[B]` with priors `[B, C]`.
+    @staticmethod
+    def of(
+        contexts: Tensor, prior: Tensor, told: float, led: float, leads: tuple[Tensor, Tensor] | None
+    ) -> Beginnings:
+        """Tell a share of the episodes their context, and lead others to all sorts of places.
 
-        To be called inside `inference_scope`. Contexts come in order, so that those who begin otherwise are
-        spread evenly over them.
+        Contexts `[B]` come in order, so that those who begin otherwise are spread evenly over them.
         """
         B = len(contexts)
         evenly = (torch.arange(B, device=contexts.device) * GOLDEN_RATIO + float(torch.rand(()))) % 1  # [B]
-        again = evenly < self.restarts
-        again = again & self.lucky.has(contexts) if self.lucky is not None else torch.zeros_like(again)
-        told = (evenly < self.restarts + self.told) & ~again
+        tells = evenly < told
         sure = one_hot(contexts, prior.shape[1]).to(prior)
-        prior = torch.where(told[:, None], sure, prior)
-        if not bool(again.any()):
-            return Begun(Moments.first(backend, model, contexts, prior), ~told, told)
-        assert self.lucky is not None
-        first = (~again).nonzero()[:, 0]
-        parts = [Moments.first(backend, model, contexts[first], prior[first])] if len(first) else []
-        moments = Moments.joined([*parts, self.lucky.draw(contexts[again])])
-        none = torch.zeros(int(again.sum()), dtype=torch.bool, device=told.device)
-        return Begun(moments, torch.cat([~told[first], none]), torch.cat([told[first], none]))
+        prior = torch.where(tells[:, None], sure, prior)
+        if leads is None or not led:
+            return Beginnings(contexts, prior, tells, None)
+        actions, steps = leads
+        drawn = torch.randint(len(steps), (B,), device=contexts.device)
+        leading = (evenly >= told) & (evenly < told + led)
+        return Beginnings(contexts, prior, tells, Lead(actions[drawn], torch.where(leading, steps[drawn], 0)))
+
+    def rows(self, rows: slice) -> Beginnings:
+        """Those of some episodes."""
+        lead = None if self.lead is None else self.lead.rows(rows)
+        return Beginnings(self.contexts[rows], self.prior[rows], self.told[rows], lead)
 
 
 @dataclass(frozen=True)
@@ -139,37 +135,36 @@ class Experience:
             parts.append(simulate(self.model, policy, len(c), contexts=c, prior=p, seed=shard.seed(seed)))
         return parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
 
-    def live(
-        self, acting: Exploring, contexts: Tensor, prior: Tensor, beginnings: Beginnings, seed: int
-    ) -> Batch:
-        """Play this process's episodes of a batch with the filter inside the policy.
+    def live(self, acting: Exploring, beginnings: Beginnings, seed: int) -> Batch:
+        """Play this process's episodes of a batch by a policy that reads beliefs, with the filter inside it.
 
-        Args:
-            acting: The policy, which reads beliefs.
-            contexts: The true contexts of the batch, `[B]`.
-            prior: Priors, `[B, C]`.
-            beginnings: How episodes begin.
-            seed: Seed of the batch.
+        Raises:
+            DegenerateWeightsError: If the filter could follow none of the episodes.
         """
-        parts, begun = [], []
-        for shard in self.shards(len(prior)):
-            with inference_scope(self.model, seed_for(shard.seed(seed), 0)):
-                begun.append(
-                    beginnings.of(acting.policy.backend, self.model, contexts[shard.rows], prior[shard.rows])
-                )
-            parts.append(play_on(self.model, acting, begun[-1].moments, shard.seed(seed)))
-        played = parts[0] if len(parts) == 1 else Played.joined(parts)
-        log_posterior = played.filtering.log_posterior(played.prior)
+        B = len(beginnings.contexts)
+        parts, played = [], []
+        for shard in self.shards(B):
+            parts.append(beginnings.rows(shard.rows))
+            contexts, prior, lead = parts[-1].contexts, parts[-1].prior, parts[-1].lead
+            played.append(play_out(self.model, acting, contexts, prior, lead, shard.seed(seed)))
+        done = played[0] if len(played) == 1 else Played.joined(played)
+        died = self.group.first_message("all particles died" if bool(done.lost.all()) else None)
+        if died is not None:
+            raise DegenerateWeightsError(died)
+        prior = torch.cat([part.prior for part in parts])
+        since = torch.zeros_like(done.lost, dtype=torch.long)
+        if beginnings.lead is not None:
+            since = torch.cat([part.lead.steps for part in parts if part.lead is not None])
         return Batch(
-            played.episodes,
-            played.filtering,
-            played.prior,
-            log_posterior,
+            done.episodes,
+            done.filtering,
+            prior,
+            done.filtering.log_posterior(prior),
             self.statistics,
-            played.previous,
-            torch.cat([each.own for each in begun]),
-            torch.cat([each.told for each in begun]),
-            played.inputs,
+            previous_actions(done.episodes.actions),
+            torch.where(done.lost, self.model.horizon, since),  # a lost episode teaches nothing
+            torch.cat([part.told for part in parts]),
+            done.inputs,
         )
 
     def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:

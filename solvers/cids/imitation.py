@@ -92,7 +92,7 @@ def imitate(
     kept: list[tuple[Inputs, Tensor]] = []
     agreed = 0.0
     for number in range(ROUNDS):
-        pupil = Pupil(as_policy(rule), policy, 0.8**number)
+        pupil = Pupil(as_policy(rule, "start"), policy, 0.8**number)
         with isolated(seed_for(seed, number, 0)):
             prior = draw_priors(priors, batch_size, model.num_contexts).to(model.device)
             contexts = stratified(prior, batch_size, offset=float(torch.rand(())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.inference.choice import more_particles
 from cpomdp_ppl.prior import stratified
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.rollout import simulate
@@ -22,7 +22,6 @@ from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.critic import HistoryCritic, Trunk
 from solvers.cids.estimator import Decisions, GradientStep
 from solvers.cids.experience import Beginnings
-from solvers.cids.lucky import LuckyMoments
 from solvers.cids.policy import Exploring, SequencePolicy, evaluate_actions, unroll
 from solvers.cids.priors import OnePrior, draw_priors
 from solvers.cids.quality import LikelihoodQuality
@@ -30,9 +29,9 @@ from solvers.cids.schedules import as_schedule
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
-    from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.inference.backend import Backend
     from solvers.cids.batch import Batch
-    from solvers.cids.estimator import Estimator
+    from solvers.cids.estimator import ActorCritic, Estimator
     from solvers.cids.experience import Experience
     from solvers.cids.objective import Objective
     from solvers.cids.pace import Pace
@@ -76,6 +75,21 @@ class Phases:
         self._started = now
 
 
+@dataclass(frozen=True)
+class FarGoal:
+    """What is different where rewards are so far away that a policy has to practise first.
+
+    Attributes:
+        practice: How the policy is improved in practice.
+        estimator: How the gradient is estimated after it.
+        temperature: τ after it.
+    """
+
+    practice: ActorCritic
+    estimator: Estimator
+    temperature: Schedule
+
+
 @dataclass
 class Learner:
     """What a fit needs, and what it changes from iteration to iteration."""
@@ -91,12 +105,15 @@ class Learner:
     iterations: int
     batch_size: int
     seed: int
-    lucky_episodes: Episodes | None = None  # to begin in the middle of, for policies that read beliefs
+    leads: tuple[Tensor, Tensor] | None = None  # to all sorts of places, for policies that read beliefs
     pace: Pace | None = None  # how fast schedules go by; None for evenly
     critic_first: int = 0  # iterations in which the critic learns alone
+    adaptive: bool = False  # whether there may be more particles on the way
+    far: FarGoal | None = None  # what is different if the policy has practised
 
     def __post_init__(self) -> None:
         self.iteration = 0
+        self.has_practised = False
         self.statistics = self.experience.statistics
         self.quality = LikelihoodQuality(self.batch_size)
         if isinstance(self.policy, BeliefPolicy):
@@ -108,6 +125,12 @@ class Learner:
         self.networks.to(self.model.device)
         self.parameters = [weight for weight in self.networks.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, lr=self.learning_rate(0.0), fused=True)
+
+    def set_out_far(self) -> None:
+        """Go on as is best after practice."""
+        assert self.far is not None
+        self.has_practised = True
+        self.estimator, self.temperature = self.far.estimator, self.far.temperature
 
     def _read_histories(self) -> None:
         """A critic for a policy that reads histories."""
@@ -147,16 +170,7 @@ class Learner:
     @property
     def acting(self) -> Exploring:
         """The policy with its share of random actions, which is what plays and what is improved."""
-        return Exploring(self.policy, self._now("random_actions"), self._now("persistence"))
-
-    @cached_property
-    def lucky(self) -> LuckyMoments | None:
-        """Moments of lucky episodes to begin from."""
-        if self.lucky_episodes is None:
-            return None
-        return LuckyMoments(
-            self.model, self.policy.backend, self.lucky_episodes, Seeds.of(self.seed, 2**31).filter
-        )
+        return Exploring.as_scheduled(self.policy, self.estimator, self.progress)
 
     def iterate(self) -> dict[str, float]:
         """Play a batch, filter it, improve the policy on it, and return what was measured.
@@ -179,7 +193,8 @@ class Learner:
         else:
             assert batch.episodes.returns is not None
             measured |= self._returns(batch)
-            measured |= self.quality.measure(batch, number, last=number == self.iterations)
+            measured |= self.quality.measure(batch)
+            self.quality.judge(number, number == self.iterations, self._take_more_particles)
             phases.end("likelihood")
             with isolated(self.statistics.own_seed(seeds.gradient)), torch.enable_grad():
                 measured |= self._improve(batch, tau, rate)
@@ -191,6 +206,18 @@ class Learner:
                 measured[f"seconds_{phase}"] = float(self.statistics.mean(seconds))
         self.iteration += 1
         return measured
+
+    def _take_more_particles(self) -> bool:
+        """Filter with more particles from now on, if that was left to the fit and there can be more."""
+        more = more_particles(self.experience.backend) if self.adaptive else None
+        if more is not None:
+            self._filter_by(more)
+        return more is not None
+
+    def _filter_by(self, backend: Backend) -> None:
+        self.experience = replace(self.experience, backend=backend)
+        if isinstance(self.policy, BeliefPolicy):
+            self.policy.backend = backend
 
     def _returns(self, batch: Batch) -> dict[str, float]:
         """Mean returns of the problem's own episodes, and of those who were told the context."""
@@ -204,9 +231,10 @@ class Learner:
     def _batch(self, contexts: Tensor, prior: Tensor, seeds: Seeds, phases: Phases) -> Batch:
         """A batch of episodes, with what a filter makes of them."""
         if isinstance(self.policy, BeliefPolicy):
-            told, restarts = self._now("told"), self._now("restarts")
-            beginnings = Beginnings(told, restarts, self.lucky if restarts else None)
-            batch = self.experience.live(self.acting, contexts, prior, beginnings, seeds.play)
+            with isolated(seeds.filter):
+                shares = self._now("told"), self._now("led")
+                beginnings = Beginnings.of(contexts, prior, *shares, self.leads)
+            batch = self.experience.live(self.acting, beginnings, seeds.play)
             phases.end("rollout")
             return batch
         episodes = self.experience.play(self.acting, contexts, prior, seeds.play)
@@ -286,6 +314,8 @@ class Learner:
             "quality": self.quality.state_dict(),
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "has_practised": self.has_practised,
+            "particles": getattr(self.experience.backend, "num_particles", 0),
             **({} if self.pace is None else {"pace": self.pace.state_dict()}),
         }
 
@@ -295,5 +325,10 @@ class Learner:
         self.quality.load_state_dict(state["quality"])
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if state["has_practised"]:
+            self.set_out_far()
+        while 0 < getattr(self.experience.backend, "num_particles", 0) < state["particles"]:
+            if not self._take_more_particles():
+                break
         if self.pace is not None:
             self.pace.load_state_dict(state["pace"])

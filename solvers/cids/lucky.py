@@ -11,15 +11,11 @@ from torch import Tensor
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.knowledge import Knowledge
-from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import leaves, map_state
-from solvers.cids.playing import Moments
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
-    from cpomdp_ppl.inference.backend import Backend
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 24
 """How often episodes are played: anew at first, later from where the search has been."""
@@ -29,39 +25,53 @@ RUNS = (1, 3, 10, 30)
 """How many times in a row, on average, random actions are repeated."""
 KEPT = 32
 """Episodes that are kept, at most, of each context."""
-TIMES = 4
-"""Moments of each of them that episodes can begin from."""
 TRIALS = 32
 """How often actions that are fixed in advance are tried."""
 CELL = 0.5
 """Size of the cells in which places count as the same, in standard deviations of the first round."""
+FAR = 0.1
+"""Goals are far if this share of what knowing the context may be worth takes more than one action."""
 LARGE_PRIME = 1_000_000_007
 MOST_DIRECTIONS = 4
 """Of a state of more numbers, places are told apart by so many random combinations."""
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class Findings:
     """What a search found.
 
     Attributes:
-        episodes: The luckiest ones of every context in which some were luckier than others.
+        episodes: The luckiest ones of every context in which some were luckier than others; nothing is
+            observed in them.
+        plans: The actions, fixed in advance, that earned most in each context, `[C, T]`.
+        leads: Actions that lead to all sorts of places, `[K, T]`, and after how many of them one is there,
+            `[K]`.
         run_length: How long actions should be repeated: the shortest runs of the luckiest episodes.
         constant: The best return, on average, of doing the same thing all the time.
-        worth: What it may be worth to know the context: how much better than that are, on average, lucky
-            episodes, or actions that are fixed in advance for each context.
+        constant_told: The same for who is told the context.
+        worth: What it may be worth to know the context: how much better than `constant` are, on average,
+            lucky episodes, or actions that are fixed in advance for each context.
         unit: The median size of rewards that are not zero.
     """
 
     episodes: Episodes | None
+    plans: Tensor
+    leads: tuple[Tensor, Tensor]
     run_length: float
     constant: float
+    constant_told: float
     worth: float
     unit: float
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it takes more than doing the same thing all the time to reach rewards, told the context."""
+        reached = self.constant_told - self.constant
+        return self.episodes is not None and reached < (1 - FAR) * self.worth
+
 
 @torch.no_grad()
-def search(model: CPOMDP, seed: int = 0) -> Search:
+def search(model: CPOMDP, seed: int = 0) -> Findings:
     """Look for episodes of high return, told nothing and filtering nothing: a step costs next to nothing.
 
     The first round has random actions, repeated for shorter or longer runs. Each further one goes back to
@@ -87,19 +97,24 @@ def search(model: CPOMDP, seed: int = 0) -> Search:
             start = _starts(found, cells, contexts)
             runs = runs[torch.randperm(len(runs), device=runs.device)]
             found = _pool(Episodes.concatenate([found, _played(programs, contexts, runs, start)]), cells, C)
-        kept = _best(found, C, KEPT)
-        fixed = _returns_of(programs, kept.actions.view(C, -1, T).transpose(0, 1).flatten(0, 1), C)  # [K, C]
+        kept = best(found, C)
+        plans = torch.cat([every, kept.actions.view(C, -1, T).transpose(0, 1)])  # [P, C, T]
+        worths = torch.cat([always, _returns_of(programs, plans[len(every) :].flatten(0, 1), C)])  # [P, C]
+        rows, until = cells.earliest(found)
     assert kept.returns is not None
     prior = model.prior().double()
     constant = (always @ prior).max()
     lucky_returns = kept.returns.double().view(C, -1).mean(1)  # [C]
-    best = torch.cat([always, fixed, lucky_returns[None]]).amax(0) @ prior
+    informed = torch.maximum(worths.amax(0), lucky_returns) @ prior
     lucky = _lucky(kept, enough).any(1)
-    return Search(
+    return Findings(
         kept[lucky] if bool(lucky.any()) else None,
+        plans[worths.argmax(0), torch.arange(C)],
+        (found.actions[rows], until.clamp(max=T - 1)),
         run_length,
         float(constant),
-        max(float(best - constant), 0.0),
+        float(always.amax(0) @ prior),
+        max(float(informed - constant), 0.0),
         float(sizes.median()) if len(sizes) else 0.0,
     )
 
@@ -153,12 +168,38 @@ class Cells:
         """Cells for the states of these episodes."""
         flat = _flat(episodes)
         sd = flat.flatten(0, 1).std(0)
+        whole = torch.cat(
+            [
+                torch.full((leaf[0, 0].numel(),), not leaf.is_floating_point())
+                for _, leaf in leaves(episodes.states)
+            ]
+        )
+        sd = torch.where(
+            whole.to(sd.device), 1 / CELL, sd
+        )  # numbers of states are told apart, each from each
         D = flat.shape[-1]
         directions = torch.randn(D, MOST_DIRECTIONS).to(flat) / D**0.5 if D > MOST_DIRECTIONS else None
         return Cells(torch.where(sd > 1e-9, CELL * sd, 1.0), directions)
 
     def rarity(self, episodes: Episodes) -> Tensor:
         """One over how often a moment's place was visited in its context, `[B, T + 1]`."""
+        assert episodes.contexts is not None
+        _, inverse, counts = self._places(episodes).unique(return_inverse=True, return_counts=True)
+        rarity: Tensor = 1.0 / counts[inverse]
+        return rarity
+
+    def earliest(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """The soonest visit to each place in each context: its episode and its time, `[K]` each."""
+        places = self._places(episodes)  # [B, T + 1]
+        B = len(places)
+        in_time = places.T.flatten()  # earlier moments first
+        _, inverse = in_time.unique(return_inverse=True)
+        first = torch.full((int(inverse.max()) + 1,), len(in_time), device=places.device)
+        first = first.scatter_reduce(0, inverse, torch.arange(len(in_time), device=places.device), "amin")
+        return first % B, first // B
+
+    def _places(self, episodes: Episodes) -> Tensor:
+        """A number for the context and the place of every moment, `[B, T + 1]`."""
         flat = _flat(episodes) / self.scale
         if self.directions is not None:
             flat = flat @ self.directions
@@ -166,9 +207,7 @@ class Cells:
         places = episodes.contexts[:, None].expand(flat.shape[:2])
         for axis in flat.floor().long().unbind(-1):
             places = places * LARGE_PRIME + axis  # wraps around, and hardly ever meets another place
-        _, inverse, counts = places.unique(return_inverse=True, return_counts=True)
-        rarity: Tensor = 1.0 / counts[inverse]
-        return rarity.reshape(flat.shape[:2])
+        return places
 
 
 def _flat(episodes: Episodes) -> Tensor:
@@ -178,22 +217,25 @@ def _flat(episodes: Episodes) -> Tensor:
 
 
 def _starts(found: Episodes, cells: Cells, contexts: Tensor) -> tuple[Episodes, Tensor]:
-    """Episodes to go back to in contexts `[B]`, and the times `[B]` up to which they are kept."""
+    """Episodes to go back to in contexts `[B]`, and the times `[B]` up to which they are kept.
+
+    Half of them leads to where the search has hardly been, the others are on the way of the best.
+    """
     assert found.contexts is not None
     assert found.returns is not None
-    B, T = len(contexts), found.horizon
-    rare = cells.rarity(found)[:, :T].square()  # [F, T]
+    T = found.horizon
+    rarity = cells.rarity(found)[:, :T].square()  # [F, T]
     ranks = found.returns.double().argsort().argsort().double() / len(found)
     lucky = (ranks >= 0.8).double()[:, None].expand(-1, T)
     rows, times = torch.empty_like(contexts), torch.empty_like(contexts)
     for c in found.contexts.unique().tolist():
         there = (found.contexts == c).nonzero()[:, 0]
         wanted = (contexts == c).nonzero()[:, 0]
-        for part, weights in zip(wanted.chunk(2), (rare[there], lucky[there] + 1e-9), strict=False):
+        parts = wanted.chunk(2)
+        for part, weights in zip(parts, (rarity[there], lucky[there] + 1e-9), strict=False):
             levels = torch.rand(len(part), dtype=torch.float64, device=part.device)
             index = inverse_cdf(weights.flatten(), levels)
             rows[part], times[part] = there[index // T], index % T
-    assert len(rows) == B
     return found[rows], times
 
 
@@ -204,53 +246,43 @@ def _played(
     model, B = programs.model, len(contexts)
     A, T = model.num_actions, model.horizon
     state = programs.initial(contexts)
-    first = programs.observe(state, contexts) if model.initial_observation else None
     if start is not None:
         given, until = start
         state = map_state(lambda leaf: leaf[:, 0], given.states)
-        if first is not None:
-            first = Percept(None, given.initial_observations, given.initially_observed)  # type: ignore[arg-type]
     action = torch.randint(A, (B,), device=contexts.device)
-    states, actions, percepts, rewards = [state], [], [], []
+    states, actions, rewards = [state], [], []
     for t in range(T):
         other = torch.randint(A, (B,), device=contexts.device)
         action = torch.where(torch.rand(B, device=contexts.device) < 1 / runs, other, action)
         if start is not None:
             action = torch.where(t < until, given.actions[:, t], action)
-        step = programs.step(state, action, contexts)
-        state, percept = step.state, step.percept
+        state, reward = programs.move(state, action, contexts)
         if start is not None:
             kept = t < until
-            state = map_state(lambda new, old: _where(kept, old[:, t + 1], new), state, given.states)  # noqa: B023
-            seen = {s: _where(kept, given.observations[s][:, t], v) for s, v in percept.observations.items()}
-            flags = {s: _where(kept, given.observed[s][:, t], v) for s, v in percept.observed.items()}
-            percept = Percept(action, seen, flags)
+            state = map_state(lambda new, old: where(kept, old[:, t + 1], new), state, given.states)  # noqa: B023
         states.append(state)
         actions.append(action)
-        percepts.append(percept)
-        rewards.append(step.reward)
-    sites = percepts[0].observations
+        rewards.append(reward)
     return Episodes(
         actions=torch.stack(actions, 1),
-        observations={site: torch.stack([p.observations[site] for p in percepts], 1) for site in sites},
-        observed={site: torch.stack([p.observed[site] for p in percepts], 1) for site in sites},
+        observations={},
+        observed={},
         contexts=contexts,
         states=map_state(lambda *each: torch.stack(each, 1), *states),
         rewards=torch.stack(rewards, 1),
-        initial_observations=None if first is None else first.observations,
-        initially_observed=None if first is None else first.observed,
         zeroed=True,
     )
 
 
-def _where(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def where(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Rows `[B, …]` of one tensor where a condition `[B]` holds, and of another elsewhere."""
     return torch.where(condition.reshape(-1, *[1] * (one.dim() - 1)), one, other)
 
 
-def _best(episodes: Episodes, C: int, number: int) -> Episodes:
-    """The best so many of each context, context by context."""
+def best(episodes: Episodes, C: int) -> Episodes:
+    """The best few of each context, context by context."""
     assert episodes.returns is not None
-    return episodes[_top(episodes, episodes.returns.double(), C, number)]
+    return episodes[_top(episodes, episodes.returns.double(), C, KEPT)]
 
 
 def _pool(episodes: Episodes, cells: Cells, C: int) -> Episodes:
@@ -270,58 +302,3 @@ def _top(episodes: Episodes, scores: Tensor, C: int, number: int) -> Tensor:
         mine = torch.eq(episodes.contexts, c).nonzero()[:, 0]
         rows.append(mine[scores[mine].topk(min(len(mine), number)).indices])
     return torch.cat(rows)
-
-
-class LuckyMoments:
-    """Moments on the way of lucky episodes, with what an agent would know there that is told the context.
-
-    Args:
-        model: The model.
-        backend: The filter.
-        episodes: The lucky episodes.
-        seed: Seed of the moments and of the filter.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: CPOMDP, backend: Backend, episodes: Episodes, seed: int) -> None:
-        contexts, rewards = episodes.contexts, episodes.rewards
-        assert contexts is not None
-        assert rewards is not None
-        T = episodes.horizon
-        with inference_scope(model, seed):
-            gains = rewards.double().cumsum(1)
-            last = (gains >= gains.amax(1, keepdim=True)).double().argmax(1)  # when all is earned
-            when = (torch.rand(len(episodes), TIMES, device=last.device) * (last[:, None] + 1)).long()
-            known = Knowledge.first(backend, model, model.prior().expand(len(episodes), -1))
-            if model.initial_observation:
-                seen, flags = episodes.initial_observations, episodes.initially_observed
-                known = known.after(Percept(None, seen, flags))  # type: ignore[arg-type]
-            parts = []
-            for t in range(T):
-                rows = (when == t).nonzero()[:, 0]
-                if len(rows):
-                    previous = episodes.actions[rows, t - 1] if t else torch.full_like(rows, -1)
-                    state = map_state(lambda leaf: leaf[rows, t], episodes.states)  # noqa: B023
-                    parts.append(
-                        Moments(contexts[rows], state, previous, known.rows(rows).sure(contexts[rows]))
-                    )
-                seen = {site: values[:, t] for site, values in episodes.observations.items()}
-                flags = {site: values[:, t] for site, values in episodes.observed.items()}
-                known = known.after(Percept(episodes.actions[:, t], seen, flags))
-        moments = Moments.joined(parts)
-        order = moments.contexts.argsort(stable=True)
-        self.moments = moments.rows(order)
-        self.counts = moments.contexts.bincount(minlength=model.num_contexts)  # [C]
-        self._first = self.counts.cumsum(0) - self.counts
-
-    def has(self, contexts: Tensor) -> Tensor:
-        """Whether there are any in contexts `[B]`."""
-        return self.counts[contexts] > 0
-
-    def draw(self, contexts: Tensor) -> Moments:
-        """One for each of contexts `[B]`; to be called inside `inference_scope`."""
-        u = torch.rand(len(contexts), device=contexts.device)
-        index = self._first[contexts] + (u * self.counts[contexts]).long().clamp(
-            max=self.counts[contexts] - 1
-        )
-        return self.moments.rows(index)

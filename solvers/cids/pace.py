@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW = 20
+WINDOW = 25
 """Iterations that are averaged before they are compared with as many before them."""
 HURRY = 8.0
 """How much faster it goes when nothing improves any more."""
@@ -63,12 +63,12 @@ class Pace:
 
 
 def _improved(series: list[float]) -> bool:
-    """Whether the later half is better than the earlier one, beyond twice the error of their difference."""
+    """Whether the later half is better than the earlier one, beyond the error of their difference."""
     before, after = ([x for x in half if x == x] for half in (series[:WINDOW], series[WINDOW:]))
     if len(before) < 2 or len(after) < 2:
         return False
     (old, error), (new, other) = _mean(before), _mean(after)
-    return new - old > 2 * math.hypot(error, other)
+    return new - old > math.hypot(error, other)
 
 
 def _mean(numbers: list[float]) -> tuple[float, float]:

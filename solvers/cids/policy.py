@@ -18,11 +18,13 @@ from cpomdp_ppl.policy import History, Percept, Policy
 from cpomdp_ppl.rng import isolated
 from solvers.cids.layers import log_softmax, lstm_step
 from solvers.cids.priors import log_odds
+from solvers.cids.schedules import as_schedule
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.policy import Decision
+    from solvers.cids.estimator import Estimator
 
 
 @runtime_checkable
@@ -131,6 +133,13 @@ class Exploring:
     policy: Any
     chance: float = 0.0
     persistence: float = 0.0
+
+    @staticmethod
+    def as_scheduled(policy: Any, estimator: Estimator, progress: float) -> Exploring:
+        """A policy that explores as an estimator says when a fit is so far, from 0 to 1."""
+        schedules = ("random_actions", "persistence")
+        now = (as_schedule(name, getattr(estimator, name))(progress) for name in schedules)
+        return Exploring(policy, *map(float, now))
 
     def start(self, prior: Tensor) -> Any:
         """The policy's own memory."""

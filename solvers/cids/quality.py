@@ -11,6 +11,8 @@ from cpomdp_ppl.context import entropy
 from cpomdp_ppl.errors import DegenerateWeightsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from solvers.cids.batch import Batch
 
 LARGEST_GAP = 0.1
@@ -36,7 +38,7 @@ class LikelihoodQuality:
     recent: list[tuple[float, float, float]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)  # what has been warned of already
 
-    def measure(self, batch: Batch, iteration: int, last: bool) -> dict[str, float]:
+    def measure(self, batch: Batch) -> dict[str, float]:
         """Entropy of the last posterior in bits, and estimates of `I(C; Y)` in nats from both sides."""
         self.lost = 0
         left = entropy(batch.log_posterior[batch.own, -1].exp())  # [B]
@@ -51,15 +53,26 @@ class LikelihoodQuality:
         spread, gap = (float(moment) for moment in batch.spread(upper - lower))
         error = spread**2 / (self.batch_size - 1) if self.batch_size > 1 else math.inf
         self.recent = [*self.recent[1 - JUDGED_BATCHES :], (gap, error, measured.get("ess", math.inf))]
-        if last or len(self.recent) == JUDGED_BATCHES:
-            self._judge(iteration)
         return measured
 
-    def _judge(self, iteration: int) -> None:
-        """Warn if the gap is larger than chance explains, or if too few particles count."""
-        gap, error, ess = (sum(series) / len(self.recent) for series in zip(*self.recent, strict=True))
+    @property
+    def is_poor(self) -> bool:
+        """Whether the gap is larger than chance explains, or too few particles count, on average."""
+        gap, error, ess = self._averages()
         chance = 3 * (error / len(self.recent)) ** 0.5
-        if gap > LARGEST_GAP + chance or ess < SMALLEST_ESS:
+        return gap > LARGEST_GAP + chance or ess < SMALLEST_ESS
+
+    def _averages(self) -> Iterator[float]:
+        return (sum(series) / len(self.recent) for series in zip(*self.recent, strict=True))
+
+    def judge(self, iteration: int, last: bool, improve: Callable[[], bool]) -> None:
+        """If likelihoods are poor, have them improved; if that cannot be, warn."""
+        if not (last or len(self.recent) == JUDGED_BATCHES) or not self.is_poor:
+            return
+        if improve():
+            self.recent = []
+        else:
+            gap, _, ess = self._averages()
             particles = "" if ess == math.inf else f", and {ess:.1f} particles count on average"
             self._warn(
                 "poor",

@@ -195,7 +195,7 @@ class _Simulator:
 
     def _value(self, known: Knowledge, state: Any, contexts: Tensor, action: Tensor) -> Tensor:
         """What simulations from R beliefs and states are worth that begin with actions `[R]`, `[R]`."""
-        worth = self.settings.tau * entropy(known)
+        worth = self.settings.tau * remaining_entropy(known)
         for step in range(1, self.depth + 1):
             rewards = known.expected_rewards  # [R, C, A]
             expected = rewards.gather(2, action[:, None, None].expand(*rewards.shape[:2], 1)).squeeze(2)
@@ -206,7 +206,7 @@ class _Simulator:
                 probs = self.policy.decide(self.policy.encoding(known)).double().softmax(1)
                 levels = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device)
                 action = index_at(probs, levels)
-        worth = worth - self.settings.tau * entropy(known)
+        worth = worth - self.settings.tau * remaining_entropy(known)
         if self.asks_critic:
             worth = worth + self.policy.values(self.policy.encoding(known))
         return torch.where(known.lost, math.nan, worth)
@@ -239,7 +239,7 @@ def draw_jointly(known: Knowledge, number: int) -> tuple[Any, Tensor]:
     return map_state(lambda leaf: leaf[contexts, b, m].flatten(0, 1), drawn), contexts.flatten()
 
 
-def entropy(known: Knowledge) -> Tensor:
+def remaining_entropy(known: Knowledge) -> Tensor:
     """Entropy of the posterior over contexts in nats, float64 `[B]`."""
     nats: Tensor = torch.special.entr(known.log_posterior.exp()).sum(1)
     return nats

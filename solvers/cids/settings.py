@@ -10,13 +10,13 @@ import torch
 
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.experiments.fingerprint import describe, describe_model
-from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.choice import AUTO, backend_for
 from cpomdp_ppl.policy import Policy
 from cpomdp_ppl.rng import isolated
 from solvers.cids import experience
 from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.estimator import ActorCritic, Reinforce, as_estimator
-from solvers.cids.learner import Learner
+from solvers.cids.learner import FarGoal, Learner
 from solvers.cids.lucky import search
 from solvers.cids.objective import Variational, as_objective
 from solvers.cids.pace import Pace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from solvers.cids.estimator import Estimator
     from solvers.cids.group import SingleProcess
-    from solvers.cids.lucky import Search
+    from solvers.cids.lucky import Findings
     from solvers.cids.objective import Objective
     from solvers.cids.priors import PriorLike, PriorSampler
     from solvers.cids.schedules import Schedule
@@ -50,8 +50,10 @@ class FitSettings:
     learning_rate: Schedule
     iterations: int
     batch_size: int
-    found: Search | None  # what a search found beforehand, for policies that read beliefs
+    found: Findings | None  # what a search found beforehand, for policies that read beliefs
+    far: FarGoal | None  # what is different if rewards are far away
     start: Any  # a rule that is imitated first, or None
+    adaptive: bool  # whether it is left to the fit how many particles there are
 
     @staticmethod
     def of(
@@ -73,15 +75,28 @@ class FitSettings:
         reads_belief = (
             isinstance(policy, BeliefPolicy) or policy == "belief" or (policy is None and not variational)
         )
+        chosen = likelihood is not None and likelihood != AUTO
+        if isinstance(policy, BeliefPolicy) and not chosen:
+            likelihood, chosen = policy.backend, True
         require(start is None or reads_belief, "start", start, 'None, unless policy="belief" imitates it')
         require(start is None or callable(start) or isinstance(start, Policy), "start", start, "a policy")
         found = search(model) if reads_belief else None
+        far = None
+        if found is not None and found.is_far and start is None:
+            far = FarGoal(
+                practising(model, found),
+                explorer(model, found) if estimator is None else as_estimator(estimator),
+                as_schedule(
+                    "temperature", per_nat(model, found.worth) if temperature is None else temperature
+                ),
+            )
         if estimator is None and found is not None:
-            estimator = explorer(model, found) if start is None else REFINING
+            estimator = NEAR if start is None else REFINING
         elif estimator is None:
             estimator = Reinforce() if variational else ActorCritic()
         if temperature is None and found is not None:
-            temperature = worth_of_information(model, found)
+            known = found.worth if start is not None else found.constant_told - found.constant
+            temperature = per_nat(model, known or found.unit)
         elif temperature is None:
             temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
         if learning_rate is None:
@@ -105,7 +120,9 @@ class FitSettings:
             require_count("iterations", iterations),
             require_count("batch_size", batch_size),
             found,
+            far,
             start,
+            not chosen,
         )
 
     @property
@@ -115,7 +132,7 @@ class FitSettings:
 
     def learner(self, policy: nn.Module, seed: int, group: SingleProcess) -> Learner:
         """A learner at its start."""
-        lucky = None if self.found is None else self.found.episodes
+        leads = None if self.found is None else self.found.leads
         pace = None if self.found is None else Pace(self.iterations, self.found.constant)
         return Learner(
             self.model,
@@ -129,9 +146,11 @@ class FitSettings:
             self.iterations,
             self.batch_size,
             seed,
-            lucky,
+            leads,
             pace,
             0 if self.start is None else CRITIC_FIRST,
+            self.adaptive,
+            self.far,
         )
 
     def describe(self, policy: nn.Module, seed: int) -> dict[str, Any]:
@@ -149,6 +168,7 @@ class FitSettings:
             "iterations": self.iterations,
             "batch_size": self.batch_size,
             "seed": seed,
+            **({} if self.far is None else {"far": describe(self.far)}),
             **({} if self.start is None else {"start": describe(self.start)}),
             **shard,
         }
@@ -160,24 +180,43 @@ REFINING = ActorCritic(random_actions=0.02, exploration=Linear(0.01, 0.0), told=
 """The estimator for policies that have imitated a rule: small steps away from it."""
 
 
-def explorer(model: CPOMDP, found: Search) -> ActorCritic:
-    """The estimator for policies that read beliefs; how persistent it is at first, a search has found."""
-    A, run = model.num_actions, found.run_length
-    persistence = math.log(max((run - 1) * (A - 1), 1.0))  # an indifferent policy then repeats for such runs
+NEAR = ActorCritic(
+    random_actions=Linear(0.1, 0.0, until=0.5),
+    told=Linear(0.2, 0.0, until=0.8),
+    exploration=Linear(0.05, 0.0),
+)
+"""The estimator for policies that read beliefs, where rewards are not far away."""
+
+
+def practising(model: CPOMDP, found: Findings) -> ActorCritic:
+    """The estimator for practice; how persistent the policy is at first, a search has found."""
     return ActorCritic(
-        epochs=3,
-        random_actions=Linear(0.1, 0.0, until=0.5),
-        persistence=Linear(persistence, 0.0, until=0.6),
-        told=Linear(0.3, 0.0, until=0.8),
-        restarts=Linear(0.4, 0.0, until=0.7),
+        random_actions=Linear(0.1, 0.0, until=0.6),
+        persistence=Linear(persistence(model, found), 0.0, until=0.6),
         exploration=Linear(0.05, 0.0),
     )
 
 
-def worth_of_information(model: CPOMDP, found: Search) -> Schedule:
-    """τ: some of what lucky episodes have above others, for knowing the context, and less of it later."""
+def explorer(model: CPOMDP, found: Findings) -> ActorCritic:
+    """The estimator for policies that read beliefs and have practised."""
+    return ActorCritic(
+        random_actions=Linear(0.1, 0.0, until=0.5),
+        persistence=Linear(persistence(model, found), 0.0, until=0.6),
+        told=Linear(0.2, 0.0, until=0.8),
+        led=Linear(0.3, 0.0, until=0.6),
+        exploration=Linear(0.05, 0.0),
+    )
+
+
+def persistence(model: CPOMDP, found: Findings) -> float:
+    """What an indifferent policy adds to a logit to repeat its actions for such runs as were found lucky."""
+    return math.log(max((found.run_length - 1) * (model.num_actions - 1), 1.0))
+
+
+def per_nat(model: CPOMDP, worth: float) -> Schedule:
+    """τ: some of what it is worth to know the context, for each nat of that, and less of it later."""
     entropy = float(torch.distributions.Categorical(model.prior()).entropy())
-    nat = (max(found.worth, found.unit) or 1.0) / max(entropy, 0.1)
+    nat = (worth or 1.0) / max(entropy, 0.1)
     return Geometric(0.115 * nat, 0.0185 * nat, until=0.7)
 
 

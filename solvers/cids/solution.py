@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import textwrap
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.diagnostics.export import WORLD
 from cpomdp_ppl.diagnostics.inference_data import inference_groups, wrapped
-from cpomdp_ppl.errors import invalid, require, require_model
+from cpomdp_ppl.errors import CompilerError, invalid, require, require_count, require_model
 from cpomdp_ppl.evaluation import Evaluation, evaluate
 from cpomdp_ppl.experiments import run_files
 from cpomdp_ppl.experiments.files import (
@@ -30,17 +32,20 @@ from cpomdp_ppl.experiments.files import (
     write_atomic,
 )
 from cpomdp_ppl.experiments.fingerprint import describe_model, require_same
-from cpomdp_ppl.inference.choice import backend_for
+from cpomdp_ppl.inference.choice import backend_as_data, backend_for, backend_from_data
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.state import leaves
+from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.policy import LSTMPolicy, as_learnable
+from solvers.cids.searching import Searching
+from solvers.cids.verdict import FAILURES, Verdict
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from arviz import InferenceData
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Policy
 
-SETTINGS = "solution.json"
+SETTINGS = run_files.SOLUTION_CONTENT
 WEIGHTS = re.compile(r"policy(-[0-9a-f]{16})?\.pt")
 """Files of weights are named after a hash of what is in them."""
 EARLIER = "policy.pt"
@@ -60,6 +65,12 @@ CHECKPOINT = "checkpoint.pt"
 """The file that a fit keeps what it has learned in."""
 CHECKPOINT_VERSION = 2
 """A fit goes on from checkpoints of this version alone; `load` also reads the policies of earlier ones."""
+LARGEST_SETTING = 2**17
+"""No filter of a policy that was learned has more particles or points; a damaged file may say so."""
+LAST = 20
+"""Over how many iterations, the last ones, a solution is summed up."""
+WIDTH = 100
+"""Letters in a line of a solution that is printed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +87,22 @@ class Solution:
             and the seconds that rollout, likelihood and gradient took.
         settings: What the fit was asked for.
         finished: Whether the fit ran to its end.
+        verdict: Whether the policy beats what takes no learning; None if nobody has looked, as after a fit
+            that was stopped, or was too short.
+
+    Examples:
+        >>> from cpomdp_ppl.models import LineGrid
+        >>> from solvers import cids
+        >>> print(cids.fit(LineGrid(), iterations=5, seed=0, progress=False))  # doctest: +ELLIPSIS
+        model       LineGrid: 2 contexts, 3 actions, 10 steps
+        policy      BeliefPolicy, ... weights
+        likelihood  exact
+        iterations  5 of at most 5: it ran to the end
+        episodes    1,000
+        return      ... over the last 5 iterations
+        H(C|Y)      ... bits
+        τ           ...
+        verdict     none: the fit was too short
     """
 
     model: CPOMDP
@@ -84,6 +111,14 @@ class Solution:
     history: xr.Dataset
     settings: dict[str, Any]
     finished: bool
+    verdict: Verdict | None = None
+
+    def __str__(self) -> str:
+        """A short table."""
+        return "\n".join(
+            textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
+            for name, text in _summary(self).items()
+        )
 
     def __repr__(self) -> str:
         iterations, shown = self.history.sizes["iteration"], ("return", "entropy")
@@ -115,9 +150,20 @@ class Solution:
         policy: Policy = self.policy
         return evaluate(self.model, policy, num_episodes, likelihood=likelihood, prior=prior, seed=seed)
 
-    def agent(self, **settings: Any) -> Agent:
-        """The policy at work, one episode at a time; see `Agent` for the settings."""
-        return Agent(self.model, self.policy, **{"prior": self.prior, **settings})
+    def agent(self, *, search: int = 0, **settings: Any) -> Agent:
+        """The policy at work, one episode at a time.
+
+        Args:
+            search: How many simulations look ahead before each decision, for policies that read beliefs; 0
+                for none. See `Searching`.
+            settings: Those of `Agent`. The filter is that of the policy, if it has one.
+        """
+        policy = self.policy
+        own = {"likelihood": policy.backend} if isinstance(policy, BeliefPolicy) else {}
+        if search:
+            greedy, seed = bool(settings.get("greedy", False)), settings.get("seed")
+            policy = Searching(self, require_count("search", search), greedy=greedy, seed=seed)
+        return Agent(self.model, policy, **{"prior": self.prior, **own, **settings})
 
     def plot(
         self, num_episodes: int = 12, *, likelihood: str | Backend | None = None, seed: int | None = 0
@@ -178,6 +224,7 @@ class Solution:
             "prior": self.prior.tolist(),
             **shape_of(self.policy),
             "finished": self.finished,
+            "verdict": None if self.verdict is None else self.verdict.as_dict(),
             "history": history,
         }
         there = weights.exists()
@@ -209,8 +256,9 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
         directory: Directory of a saved solution, or the `checkpoint` of a fit that was stopped, however; or
             the run folder of a `cpomdp fit`, which has one of them.
         model: The CPOMDP it was learned for; one with other constants is refused.
-        policy: A module like the one that was learned, whose weights are overwritten; left out, an
-            `LSTMPolicy`.
+        policy: A module like the one that was learned, whose weights are overwritten; left out, a
+            `BeliefPolicy` or an `LSTMPolicy`, whichever it was. It must be given for policies and filters of
+            your own.
 
     Raises:
         CheckpointError: If the files are not of a solution of this model.
@@ -236,9 +284,10 @@ def load(directory: str | os.PathLike[str], model: CPOMDP, *, policy: nn.Module 
     prior = as_prior(content["prior"], model.num_contexts, 1).to(model.device)
     try:
         history = as_history(content["history"])
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path / SETTINGS} is no solution: history: {error}") from error
-    return Solution(model, net, prior, history, settings, content["finished"])
+        verdict = None if content.get("verdict") is None else Verdict.from_dict(content["verdict"])
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path / SETTINGS} is no solution: {error}") from error
+    return Solution(model, net, prior, history, settings, content["finished"], verdict)
 
 
 def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
@@ -258,29 +307,62 @@ def _so_far(path: Path, model: CPOMDP, policy: nn.Module | None) -> Solution:
     best = last if state["best_weights"] is None else state["best_weights"]
     net = _made_again(model, policy, state, best, file)
     prior = as_prior(state["prior"], model.num_contexts, 1).to(model.device)
-    finished = history.sizes["iteration"] == settings.get("iterations")
+    finished = state.get("finished", history.sizes["iteration"] == settings.get("iterations"))
+    if not isinstance(finished, bool):
+        raise CheckpointError(f"{file} is damaged: finished is {finished!r}")
     return Solution(model, net, prior, history, settings, finished)
 
 
 def _made_again(
     model: CPOMDP, policy: nn.Module | None, shape: Mapping[str, Any], weights: Any, file: Path
 ) -> Any:
-    """A policy with weights that were found in a file: the one given, or an `LSTMPolicy` of that shape."""
-    if policy is not None:
-        net = as_learnable(policy)
-    elif not isinstance(hidden := shape.get("hidden"), int):
-        raise invalid("policy", None, "a module like the one that was learned, which is not an LSTMPolicy")
-    else:
-        size = getattr(weights.get("lstm.weight_hh_l0"), "shape", None)
-        if size != (4 * hidden, hidden):  # before a network of whatever size is made
-            raise CheckpointError(f"{file} is of a policy with hidden = {hidden}, but its weights are {size}")
-        net = LSTMPolicy(model, hidden, amortised=bool(shape.get("amortised", False)))
+    """A policy with weights that were found in a file: the one given, or one of ours of that shape."""
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{file} is damaged: it holds a {type(weights).__name__} for weights")
+    net = _ours(model, shape, weights, file) if policy is None else as_learnable(policy)
     try:
         net.load_state_dict(weights)
-    except RuntimeError as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{file} does not fit the policy: {error}") from error
     net.eval()
     return net
+
+
+def _ours(model: CPOMDP, shape: Mapping[str, Any], weights: Mapping[str, Any], file: Path) -> nn.Module:
+    """A policy of ours, as a file says how it was made; not before it is certain that its size is real."""
+    kind, hidden = shape.get("policy", "lstm"), shape.get("hidden")  # once, there were only LSTMs
+    if not isinstance(hidden, int):
+        raise invalid("policy", None, "a module like the one that was learned, which is none of ours")
+    if kind not in ("lstm", "belief"):
+        raise CheckpointError(f"{file} is of a policy of an unknown kind: {kind!r}")
+    name, expected = ("lstm.weight_hh_l0", (4 * hidden, hidden))
+    if kind == "belief":
+        name, expected = "logits.weight", (model.num_actions, hidden)
+    found = weights.get(name)
+    size = tuple(found.shape) if isinstance(found, Tensor) and found.is_contiguous() else None
+    if size != expected:  # what is not contiguous may be smaller than it looks
+        raise CheckpointError(f"{file} is of a policy with hidden = {hidden}, but its weights are {size}")
+    if kind == "lstm":
+        return LSTMPolicy(model, hidden, amortised=bool(shape.get("amortised", False)))
+    try:
+        return BeliefPolicy(model, hidden, likelihood=_filter_of(shape.get("likelihood"), file))
+    except (*FAILURES, CompilerError) as error:
+        raise CheckpointError(f"{file}: the filter of its policy cannot serve this model: {error}") from error
+
+
+def _filter_of(data: Any, file: Path) -> Backend:
+    """The filter of a policy, as a file describes it."""
+    if data is None:
+        expected = "BeliefPolicy(model, likelihood=…) with the filter it had, which is none of ours"
+        raise invalid("policy", None, expected)
+    try:
+        found = backend_from_data(data)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is of a policy with an unknown filter: {error}") from error
+    sizes = [value for value in data.values() if isinstance(value, int)]
+    if max(sizes, default=0) > LARGEST_SETTING:  # no memory would do
+        raise CheckpointError(f"{file} is of a policy with a filter of an absurd size: {data}")
+    return found
 
 
 def _solution_content(path: Path) -> dict[str, Any]:
@@ -316,8 +398,54 @@ def read_checkpoint(directory: Path, device: torch.device) -> dict[str, Any] | N
 
 def shape_of(policy: Any) -> dict[str, Any]:
     """What `cids.load` makes a policy of ours again with; others are the caller's to make."""
-    own = type(policy) is LSTMPolicy
-    return {"hidden": policy.hidden if own else None, "amortised": policy.amortised if own else False}
+    kinds: dict[type, str] = {LSTMPolicy: "lstm", BeliefPolicy: "belief"}
+    kind = kinds.get(type(policy))
+    if kind is None:
+        return {"policy": None, "hidden": None, "amortised": False}
+    shape = {"policy": kind, "hidden": policy.hidden, "amortised": policy.amortised}
+    return shape | ({"likelihood": backend_as_data(policy.backend)} if kind == "belief" else {})
+
+
+def _summary(solution: Solution) -> dict[str, str]:
+    """What there is to say about a solution, in a few words each."""
+    model, policy, history, settings = solution.model, solution.policy, solution.history, solution.settings
+    played, ceiling, size = history.sizes["iteration"], settings.get("iterations"), settings.get("batch_size")
+    end = history.isel(iteration=slice(-LAST, None))
+    counts = f"{model.num_contexts} contexts, {model.num_actions} actions, {model.horizon} steps"
+    told = {"model": f"{type(model).__name__}: {counts}", "policy": type(policy).__name__}
+    if isinstance(policy, nn.Module):
+        told["policy"] += f", {sum(weight.numel() for weight in policy.parameters()):,} weights"
+    told["likelihood"] = _likelihood_label(solution)
+    how = "it was stopped"
+    if solution.finished:
+        how = "it had settled" if isinstance(ceiling, int) and played < ceiling else "it ran to the end"
+    most = f" of at most {ceiling:,}" if isinstance(ceiling, int) else ""
+    told["iterations"] = f"{played:,}{most}: {how}"
+    if isinstance(size, int):
+        told["episodes"] = f"{played * size:,}"
+    if "return" in end and played:
+        told["return"] = (
+            f"{float(end['return'].mean()):.3f} over the last {end.sizes['iteration']} iterations"
+        )
+    if "entropy" in end and played:
+        told["H(C|Y)"] = f"{float(end['entropy'].mean()):.3f} bits"
+    if "temperature" in history and played:
+        first, last = (float(history["temperature"][k]) for k in (0, -1))
+        told["τ"] = f"{first:.3g} → {last:.3g}" if first != last else f"{first:.3g}"
+    why = "the fit was too short" if solution.finished else "the fit is not finished"
+    told["verdict"] = f"none: {why}" if solution.verdict is None else solution.verdict.sentence
+    return told
+
+
+def _likelihood_label(solution: Solution) -> str:
+    """The backend behind the likelihoods, in a few words."""
+    if isinstance(solution.policy, BeliefPolicy):
+        return solution.policy.backend.label
+    described = solution.settings.get("likelihood")
+    try:
+        return backend_from_data(described).label
+    except ValueError:  # of the user's own
+        return str(described.get("", "unknown") if isinstance(described, Mapping) else described)
 
 
 def _named(path: Path) -> Any:

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,12 +16,16 @@ import torch
 from cpomdp_ppl.errors import invalid, require, require_count, require_model
 from cpomdp_ppl.experiments.files import CheckpointError, made_directory, save_tensors
 from cpomdp_ppl.experiments.fingerprint import FingerprintError, differences, fingerprint, require_same
+from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.progress import bar
-from cpomdp_ppl.rng import fresh_seed
+from cpomdp_ppl.rng import fresh_seed, seed_for
 from solvers.cids import experience
 from solvers.cids.belief_policy import BeliefPolicy
+from solvers.cids.experts import ROUNDS as PRACTICE
+from solvers.cids.experts import practise
 from solvers.cids.group import process_group, single_process
 from solvers.cids.imitation import ROUNDS, imitate
+from solvers.cids.lucky import search
 from solvers.cids.objective import Variational
 from solvers.cids.policy import LSTMPolicy, as_learnable
 from solvers.cids.settings import FitSettings
@@ -32,6 +37,7 @@ from solvers.cids.solution import (
     read_checkpoint,
     shape_of,
 )
+from solvers.cids.verdict import FEWEST_EPISODES, SEED, NotSolvedWarning, Trial, Verdict, judge
 
 if TYPE_CHECKING:
     import os
@@ -137,6 +143,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 25,
     callbacks: Sequence[Callback] = (),
+    verdict: bool = True,
 ) -> Solution:
     """Learn a policy for a CPOMDP by policy gradient on an information-directed objective.
 
@@ -156,14 +163,16 @@ def fit(
 
     Args:
         model: The CPOMDP.
-        likelihood: A backend or its name: `"smc"`, `"ekf"`, `"ukf"`, `"exact"`, `"grid"`. Left out, it is
-            exact for a finite model of moderate size, and otherwise the particle filter: see
+        likelihood: A backend or its name: `"smc"`, `"ekf"`, `"ukf"`, `"exact"`, `"grid"`. Left out or
+            `"auto"`, it is exact for a finite model of moderate size, a Kalman filter where that is exact,
+            and otherwise a particle filter with enough particles: see
             `cpomdp_ppl.inference.choice.default_backend`.
         objective: `"information"` (equation 5 of the paper: `E[return] + τ I(C; Y)`), `"variational"` (its
             Lemma 2 and Algorithm 2), or any `Objective`.
         temperature: τ, what a nat of information is worth in units of reward: a number, or a function of the
-            progress from 0 to 1. Left out, it falls from 3 to 0.5 for the information objective, and is 0.2,
-            the paper's, for the variational one.
+            progress from 0 to 1. Left out, it is found from the model for policies that read beliefs, and
+            falls; for others it falls from 3 to 0.5 for the information objective, and is 0.2, the paper's,
+            for the variational one.
         prior: Prior over contexts, `[C]`; the model's if left out. With `"dirichlet"`, or a function that
             draws priors `[B, C]` for B episodes, the policy is amortised: it reads the prior and serves all
             of them, as `run` needs it.
@@ -175,8 +184,9 @@ def fit(
             first learns to do what the rule does, and goes on from there.
         estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
             `Reinforce()`, the paper's, for the variational one.
-        iterations: How many batches to play. Left out, 800 for the information objective and 4,000 for the
-            variational one; half as many again for an amortised policy.
+        iterations: How many batches to play, at most: with a policy that reads beliefs, the fit ends when it
+            has settled. Left out, 600 for such a policy; for others, 800 for the information objective and
+            4,000 for the variational one. It is half as many again if priors are drawn.
         batch_size: Number of episodes in a batch; N processes need more than 250 (N − 1).
         learning_rate: Step size of Adam: a number, or a function of the progress. Left out, it falls from
             0.006 to 0.0003 for `ActorCritic`, and is 0.001, the paper's, otherwise.
@@ -187,10 +197,13 @@ def fit(
             own checkpoint goes on from there, to exactly the result it would have had without a break.
         checkpoint_every: How many iterations lie between two checkpoints.
         callbacks: Called after every iteration with `(iteration, measured, policy)`.
+        verdict: Whether to play, at the end, every action all the time, a fixed plan, and the policy before
+            training (or `start`), and to warn if one of them does as well; see `Verdict`. A fit of fewer than
+            4,000 episodes is not judged.
 
     Returns:
         The policy that did best over a window of iterations, judged by return plus information at the last
-        temperature, with the history of the fit.
+        temperature, with the history of the fit and the verdict on it.
 
     Raises:
         ValueError: On arguments that make no sense.
@@ -225,21 +238,68 @@ def fit(
         of_first = int(group.broadcast({"seed": number})["seed"])
         number = of_first if seed is None else number
         net = _policy(policy, settings, number)
+        before = copy.deepcopy(net.state_dict())
         learner = settings.learner(net, number, group)
         fitting = Fitting(learner, settings.describe(net, number), settings.prior, directory)
         _require_same_fit(group, fitting, checkpoint is not None)
         if saved is not None:
             fitting.restore(saved)
-        elif start is not None:
-            _imitate(net, start, settings, number, progress if first else False)
+        else:
+            _prepare(fitting, settings, policy in (None, "belief"), progress if first else False)
         fitting.share(group)  # the weights to begin with, or what was saved
 
-        what = f"C-IDS, {batch_size} episodes an iteration, likelihoods by {settings.backend.name}"
+        what = f"C-IDS, {batch_size} episodes an iteration, likelihoods by {settings.backend.label}"
         shown = bar(progress if first else False, learner.iterations, what, "iterations", learner.iteration)
         with nullcontext() if first else warnings.catch_warnings(action="ignore"):
             _train(fitting, checkpoint_every, callbacks if first else (), shown)
         fitting.share(group)
-        return fitting.solution()
+        solution = fitting.solution()
+        try:
+            tau = float(learner.temperature(1.0))
+            found = _judged(solution, settings, before, tau, number, group) if verdict else None
+        except KeyboardInterrupt:
+            raise Interrupted(solution) from None
+        if found is not None and not found.solved and first:
+            warnings.warn(found.sentence, NotSolvedWarning, stacklevel=2)
+        return replace(solution, verdict=found)
+
+
+def _prepare(fitting: Fitting, settings: FitSettings, fresh: bool, progress: Progress) -> None:
+    """Let a policy that reads beliefs imitate a rule, or else practise, before it learns by itself."""
+    policy, seed = fitting.learner.policy, fitting.learner.seed
+    try:
+        if settings.start is not None:
+            _imitate(policy, settings.start, settings, seed, progress)
+        elif settings.far is not None and settings.found is not None and fresh:
+            with bar(progress, PRACTICE, "Practice, told context and state", "batches") as shown:
+                of_use = practise(policy, settings.far.practice, settings.found, seed, shown)
+            if of_use:
+                fitting.learner.set_out_far()
+    except KeyboardInterrupt:
+        raise Interrupted(fitting.solution()) from None
+
+
+def _judged(
+    solution: Solution,
+    settings: FitSettings,
+    before: Mapping[str, Tensor],
+    tau: float,
+    seed: int,
+    group: SingleProcess,
+) -> Verdict | None:
+    """The verdict on a fit that ran to its end; None if it was short. The first process finds it."""
+    if solution.history.sizes["iteration"] * settings.batch_size < FEWEST_EPISODES:
+        return None
+    found = None
+    if group.rank == 0:
+        model, policy = solution.model, solution.policy
+        backend = policy.backend if isinstance(policy, BeliefPolicy) else settings.backend
+        trial = Trial(model, backend, solution.prior, tau, seed_for(seed, SEED))
+        lucky = search(model) if settings.found is None else settings.found
+        rival = before if settings.start is None else as_policy(settings.start)
+        found = judge(trial, policy, rival, lucky.plans)
+    shared = group.broadcast({"verdict": None if found is None else found.as_dict()})["verdict"]
+    return None if shared is None else Verdict.from_dict(shared)
 
 
 def _imitate(
@@ -255,7 +315,7 @@ def _imitate(
     if agreed < POORLY_IMITATED:
         warnings.warn(
             f"start: the policy does what the rule does in {100 * agreed:.0f} % of its decisions only",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -295,6 +355,7 @@ class Fitting:
 
     def _snapshot(self) -> dict[str, Any]:
         """The learner's state between two iterations, to be written even if Ctrl-C comes in the next one."""
+        self.finished = self.learner.done
         state = self.learner.state_dict()
         return state if self.directory is None else copy.deepcopy(state)
 
@@ -371,6 +432,7 @@ class Fitting:
             "code": self._code,
             "seed": self.learner.seed,
             "prior": self.prior.tolist(),
+            "finished": self.finished,
             **shape_of(self.learner.policy),
         }
         save_tensors(self.directory / CHECKPOINT, content)

@@ -41,6 +41,7 @@ RESOLVING: dict[str, Any] = {
     "learning_rate": Geometric(5e-3, 3e-4, until=0.6),  # large only while the critic learns alone
     "temperature": 0.5,
     "estimator": ActorCritic(random_actions=0.0, exploration=0.0, warm_up=0.5),
+    "verdict": False,
 }
 """How a policy is fitted further to a new posterior, unless the caller knows better."""
 
@@ -206,7 +207,9 @@ def run(
             stacklevel=2,
         )
 
-    recorder = RunRecorder(model, world.contexts, p.log().to(model.device).expand(world.num_runs, -1))
+    log_prior = p.log().to(model.device).expand(world.num_runs, -1)
+    reference = policy if getattr(policy, "amortised", False) else None
+    recorder = RunRecorder(model, world.contexts, log_prior, reference)
     try:
         with bar(progress, K, "Algorithm 1", "episodes") as shown:
             for so_far in algorithm1(world, policy, backend, recorder, K, stop_at or math.inf, root):

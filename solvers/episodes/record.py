@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
 
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.episodes import Episodes
+    from cpomdp_ppl.policy import Policy
     from solvers.episodes.worlds import EpisodeOutcome
 
 
 UNLIKELY = 1e-12
 """No possible context gets less likely than this in a run, so that what a filter got wrong can be mended."""
+
+EPISODES_TOLD = 4000
+FEWEST_TOLD = 50
+"""Episodes that a policy plays told the context: in all contexts together, and at least in each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +52,8 @@ class Run:
             stopped.
         played: Whether a run played its episode, bool `[R, K]`: those that have stopped do not.
         episodes: What was done and seen, K batches of those runs that played.
+        reference: The policy that is told the context, for regret against what it then earns where the model
+            does not say what knowing the context is worth: the one that acted, if it reads the prior.
     """
 
     model: CPOMDP
@@ -54,6 +62,7 @@ class Run:
     returns: Tensor
     played: Tensor
     episodes: tuple[Episodes, ...]
+    reference: Policy | None = None
 
     def __repr__(self) -> str:
         R, K = self.returns.shape
@@ -91,12 +100,29 @@ class Run:
         c = self.contexts[:, None, None].expand(-1, self.posteriors.shape[1], 1)
         return self.posteriors.gather(2, c).squeeze(2)
 
+    @cached_property
+    def context_known(self) -> Optima | None:
+        """What an agent earns who knows the context, without planning; None if nobody knows.
+
+        In closed form, if the model has one. Else it is what the `reference` earns told the context, with the
+        error of a mean over some 4,000 episodes in all contexts together: it was learned, and another agent
+        may earn more. These are played when this is first asked for.
+        """
+        known = self.model.context_known_return()
+        if known is not None:
+            return Optima.known(known, "closed form")
+        if self.reference is None:
+            return None
+        each = max(FEWEST_TOLD, EPISODES_TOLD // self.model.num_contexts)
+        return context_known_values(self.model, self.reference, source="policy", num_episodes=each)
+
     def regret(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Tensor:
         """How much less each episode earned than an agent who knows the context expects to, `[R, K]`.
 
         Args:
             optima: That agent's expected return in each context, `[C]`, or what
-                `solvers.regret.context_known_values` says of it, which is also what is taken if left out.
+                `solvers.regret.context_known_values` says of it, which is also what is taken if left out: by
+                dynamic programming, in closed form, or of the `reference`.
 
         Raises:
             ValueError: If contexts are not known, or nobody knows what that agent earns.
@@ -105,7 +131,7 @@ class Run:
         assert self.contexts is not None
         C = self.model.num_contexts
         if optima is None:
-            optima = context_known_values(self.model)
+            optima = context_known_values(self.model, self.reference)
         best = optima.values if isinstance(optima, Optima) else torch.as_tensor(optima)
         require(best.shape == (C,), "optima", list(best.shape), f"shape [{C}]")
         return best.to(self.returns)[self.contexts][:, None] - self.returns
@@ -114,10 +140,11 @@ class Run:
         """Everything as an xarray dataset.
 
         `probability` and `entropy` are by `episodes_lived`, from 0; `returns`, `information` and, where
-        contexts are known, `regret` by `episode`, from 1.
+        contexts are known, `regret` by `episode`, from 1, with what it is against by context:
+        `context_known_return` and `context_known_error`, its standard error.
 
         Args:
-            optima: As for `regret`; left out, there is a regret only if the model has it in closed form.
+            optima: As for `regret`; left out, it is `context_known`, and there is no regret if that is None.
         """
         by_episode = ("run", "episode")
         variables: dict[str, Any] = {
@@ -130,9 +157,12 @@ class Run:
         if self.contexts is not None:
             true = np.array(self.model.context_names)[self.contexts.cpu().numpy()]
             variables["true_context"] = (("run",), true)
-            best = self.model.context_known_return() if optima is None else optima
+            best = self.context_known if optima is None else optima
             if best is not None:
+                best = best if isinstance(best, Optima) else Optima.known(best, "given")
                 variables["regret"] = (by_episode, self.regret(best).cpu().numpy())
+                variables["context_known_return"] = (("context",), best.values.numpy())
+                variables["context_known_error"] = (("context",), best.standard_errors.numpy())
         names = list(self.model.context_names)
         return dataset_of(variables, {"episode": np.arange(1, self.num_episodes + 1), "context": names})
 
@@ -216,8 +246,14 @@ class RunInterrupted(KeyboardInterrupt):
 class RunRecorder:
     """A run as it goes, in true contexts `[R]`, if they are known, from log posteriors `[R, C]` on."""
 
-    def __init__(self, model: CPOMDP, contexts: Tensor | None, log_posterior: Tensor) -> None:
-        self.model, self.contexts = model, contexts
+    def __init__(
+        self,
+        model: CPOMDP,
+        contexts: Tensor | None,
+        log_posterior: Tensor,
+        reference: Policy | None = None,
+    ) -> None:
+        self.model, self.contexts, self.reference = model, contexts, reference
         self.log_posterior = log_posterior  # what is believed now, log P(C | H_k)
         self.possible = log_posterior > -torch.inf
         self.outcomes: list[tuple[Tensor, EpisodeOutcome]] = []  # of every episode, with the runs that played
@@ -248,4 +284,5 @@ class RunRecorder:
             returns,
             played,
             tuple(outcome.episodes for _, outcome in self.outcomes),
+            self.reference,
         )

@@ -351,3 +351,15 @@ def test_a_page_without_episodes(browser, tmp_path):
     browser.open(report(tmp_path / "run", LineGrid()))
     assert sections(browser) == ["headline", "convergence", "diagnostics", "configuration"]
     browser.press("ArrowRight")
+
+
+def test_the_verdict_is_at_the_top(browser, tmp_path):
+    folder = RunFolder.create(tmp_path / "run", "fit", model="cpomdp_ppl.models:LineGrid", seed=1)
+    (folder.path / "solution").mkdir()
+    learned_by = {"": "ParticleFilter", "num_particles": 64}
+    verdict = {"solved": False, "sentence": EVIL}
+    folder.write_json("solution/solution.json", {"settings": {"likelihood": learned_by}, "verdict": verdict})
+    folder.finish()
+    browser.open(write_report(folder.path, model=LineGrid()))
+    assert text(browser, "header #verdict.warning") == EVIL
+    assert "learned by smc, 64 particles" in texts(browser, "#facts li")

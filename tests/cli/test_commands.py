@@ -160,6 +160,17 @@ def rule(history):
     return torch.full((history.num_episodes,), 1)
 
 loaded = FunctionPolicy(lambda history: torch.full((history.num_episodes,), 2))
+
+class Reads:  # calls what was likelier from the start
+    amortised = True
+
+    def start(self, prior):
+        return torch.where(prior.amax(1) > 0.5, prior.argmax(1) + 1, 0)
+
+    def act(self, history, memory):
+        return memory, memory
+
+reads = Reads()
 made = Recipe(lambda model, budget: FunctionPolicy(lambda history: torch.zeros(history.num_episodes).long()))
 """
 
@@ -191,6 +202,51 @@ def test_policies_of_a_user(capsys):
     Path("tools.py").write_text("def one(): pass\n\ndef other(): pass\n")
     said = refused(capsys, *words[:4], "tools.py:rule")
     assert "tools.py has no policy 'rule'; its functions are one, other" in said
+
+
+def test_regret_in_a_comparison_is_against_who_reads_the_prior(capsys, monkeypatch):
+    """Planners play fewer episodes; who was measured before the interruption has regret all the same."""
+    rules = RULES.replace("num_episodes).long()))", "num_episodes).long()), plans=True)")
+    Path("rules.py").write_text(rules)
+    names = "rules.py:reads,rules.py:made,rules.py:rule"
+    words = ["compare", "coin.py:Coin", "bias=0.8", "--policies", names]
+    words += ["--num-episodes", "20", "--planned-episodes", "8", "--run", "table"]
+
+    def interrupted_at_the_last(model, policy, *arguments, **settings):
+        if type(policy).__name__ == "FunctionPolicy" and policy.function.__name__ == "rule":
+            raise KeyboardInterrupt
+        return evaluate(model, policy, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "evaluate", interrupted_at_the_last)
+        assert main(words) == 130
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "rules.py:reads: measured before" in err
+    rows = {row["policy"]: row for row in rows_of("table/comparison.csv")}
+    assert {name: int(row["episodes"]) for name, row in rows.items()} == {
+        "rules.py:reads": 20, "rules.py:made": 8, "rules.py:rule": 20,
+    }  # fmt: skip
+    # Told the coin, it is called rightly four times; to call "fair" always is right every other time.
+    assert [float(row["regret"]) for row in rows.values()] == [4.0, 4.0, 4.0]
+    assert {row["regret_against"] for row in rows.values()} == {"rules.py:reads, told the context"}
+    assert {float(row["regret_at_most"]) for row in rows.values()} == {4.0}
+    assert "regret: against rules.py:reads, told the context." in out
+
+
+@pytest.mark.slow
+def test_regret_of_a_run_is_against_the_policy_told_the_context(capsys):
+    Path("rules.py").write_text(RULES)
+    words = ["run", "coin.py:Coin", "bias=0.8", "--policy", "rules.py:reads", "--num-episodes", "2"]
+    assert main([*words, "--num-runs", "3", "--run", "here"]) == 0
+    assert "regret is against the same policy, told the context: fair 4.00 ± 0.00, loaded 4.00 ± 0.00" in (
+        capsys.readouterr().err
+    )
+    for row in rows_of("here/algorithm_1.csv"):
+        assert float(row["regret"]) == 4.0 - float(row["return"])
+        assert float(row["context_known_standard_error"]) == 0.0
+    assert main([*words[:4], "rules.py:rule", *words[5:], "--run", "there"]) == 0
+    assert "regret" not in rows_of("there/algorithm_1.csv")[0]  # it reads no prior
 
 
 @pytest.mark.slow

@@ -169,10 +169,10 @@ def test_planners_and_learners_tell_how_long_they_take_where_there_is_no_termina
 
 
 @pytest.mark.slow
-def test_warnings_are_plain_lines(here, capsys, monkeypatch):
-    assert main([*FIT_COIN[:-1], "a run"]) == 0
+def test_warnings_are_plain_lines(capsys, monkeypatch):
+    assert main([*FIT_COIN[:-1], "a run", "--policy", "lstm"]) == 0
     assert "next: cpomdp evaluate 'a run'" in capsys.readouterr().err
-    words = ["cpomdp", "run", "here", "--num-episodes", "2", "--likelihood", "exact"]
+    words = ["cpomdp", "run", "a run", "--num-episodes", "2", "--likelihood", "exact"]
     monkeypatch.setattr(sys, "argv", words)
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -26,9 +26,11 @@ FIT += ("--iterations", "80", "--checkpoint-every", "5", "--run", "here")
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:iteration .* the information about the context")  # batches are small
-def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been(capsys, monkeypatch):
+@pytest.mark.parametrize("policy", ["belief", "lstm"])
+def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been(policy, capsys, monkeypatch):
     # kill -9: the best so far is in the checkpoint.
-    process = start_python("-m", "cpomdp_ppl", *FIT, stderr=subprocess.DEVNULL)
+    words = (*FIT, "--policy", policy)
+    process = start_python("-m", "cpomdp_ppl", *words, stderr=subprocess.DEVNULL)
     wait_for(Path("here/checkpoint/checkpoint.pt").exists, process)
     process.kill()
     process.communicate()
@@ -38,8 +40,9 @@ def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been
     assert main(["report", "here", "--unfinished", "--num-episodes", "1", "--quiet"]) == 0
     data = data_of("here/report.html")
     assert data["player"]["likelihood"] == "exact"
-    assert dict(data["configuration"][2]["rows"])["temperature"].startswith("Geometric(start=3.0")
     found = cids.load("here/checkpoint", LineGrid(horizon=4))
+    start = 3.0 if policy == "lstm" else found.settings["temperature"]["start"]
+    assert dict(data["configuration"][2]["rows"])["temperature"].startswith(f"Geometric(start={start}")
     assert not found.finished
     done = found.history.sizes["iteration"]
     assert done % 5 == 0
@@ -53,7 +56,7 @@ def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been
     with monkeypatch.context() as patch:
         patch.setattr(cids, "fit", partial(cids.fit, callbacks=[press]))
         capsys.readouterr()
-        assert main(FIT) == 130
+        assert main(words) == 130
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert re.search(r"stopped after 6[34] of 80 iterations; the best policy so far is in here/solution", err)
@@ -62,10 +65,9 @@ def test_a_fit_that_is_killed_and_stopped_goes_on_and_ends_as_if_it_had_not_been
     assert "half-written" in refused(capsys, "evaluate", "here")
     assert main(["evaluate", "here", "--unfinished", "--num-episodes", "8"]) == 0
 
-    assert main([*FIT, "--quiet"]) == 0
-    whole = cids.fit(
-        LineGrid(horizon=4), likelihood="exact", batch_size=8, iterations=80, seed=5, progress=False
-    )
+    assert main([*words, "--quiet"]) == 0
+    settings = dict(likelihood="exact", batch_size=8, iterations=80, seed=5, progress=False)
+    whole = cids.fit(LineGrid(horizon=4), policy=policy, **settings)
     again = cids.load("here/solution", LineGrid(horizon=4))
     assert again.history["return"].values.tolist() == whole.history["return"].values.tolist()
     for name, weight in whole.policy.state_dict().items():

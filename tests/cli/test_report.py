@@ -9,7 +9,7 @@ from cpomdp_ppl.cli import Recipe
 from cpomdp_ppl.cli.report import likelihood_of
 from cpomdp_ppl.experiments.run_folder import RunFolder
 from cpomdp_ppl.inference import GridFilter, ObservableOperator, ParticleFilter
-from tests.cli.conftest import LINE_GRID, data_of
+from tests.cli.conftest import LINE_GRID, data_of, read
 
 
 def test_a_report_shows_what_was_in_force(here):
@@ -17,7 +17,9 @@ def test_a_report_shows_what_was_in_force(here):
     assert main(["report", "here", "--num-episodes", "1", "--quiet"]) == 0
     data = data_of("here/report.html")
     rows = {part["title"]: dict(part["rows"]) for part in data["configuration"]}
-    assert rows["Settings"]["temperature"] == "Geometric(start=3.0, end=0.5, until=0.7) (default)"
+    found = read("here/solution/solution.json")["settings"]["temperature"]
+    expected = f"Geometric(start={found['start']}, end={found['end']}, until=0.7) (default)"
+    assert rows["Settings"]["temperature"] == expected
     assert rows["Settings"]["learning_rate"] == "Linear(start=0.006, end=0.0003, until=1.0) (default)"
     assert rows["Settings"]["prior"] == "[0.5, 0.5] (default)"
     assert rows["Added by evaluate"]["likelihood"] == "exact (default)"

@@ -275,6 +275,18 @@ def test_regret_that_is_not_known_is_bounded(full):
     assert "behind 100.00, the most that knowing all of" in numbers["Regret, at most"]["more"]
 
 
+def test_regret_says_what_it_is_against(full):
+    found = evaluate(ContextualTiger(), RandomPolicy(3), 30, reference=RandomPolicy(3), seed=0).as_dict()
+    full.write_json("evaluation.json", found)
+    numbers = {each["name"]: each for each in written(full.path).data["headline"]["numbers"]}
+    assert numbers["Regret"]["more"].endswith("behind RandomPolicy, told the context")
+    assert "Regret, at most" in numbers
+    del found["regret_against"], found["informed_return"]  # as in earlier versions
+    full.write_json("evaluation.json", found)
+    numbers = {each["name"]: each for each in written(full.path).data["headline"]["numbers"]}
+    assert numbers["Regret"]["more"].endswith("behind an agent that is told the context")
+
+
 def test_an_evaluation_of_one_episode_has_no_errors(full):
     """A single episode has no standard error, which is no damage."""
     full.write_json("evaluation.json", evaluate(LineGrid(), RandomPolicy(3), 1, seed=0).as_dict())
@@ -311,6 +323,9 @@ def test_algorithm_1_by_episode(full):
     sure = {**LIVED, "P(a)": [0.5, 0.99999, 0.0, 0.0], "P(b)": [0.5, 0.0, 1.0, 1.0]}
     full.write_table("algorithm_1.csv", sure)
     assert written(full.path).data["algorithm1"]["sentence"].endswith("held more than 99.9 % likely.")
+    full.write_table("algorithm_1.csv", {**sure, "context_known_standard_error": [0.1, 0.1, 0.0, None]})
+    sentence = written(full.path).data["algorithm1"]["sentence"]
+    assert sentence.startswith("Regret is against the same policy, told the context. After 2 episodes")
     unknown = {**LIVED, "true_context": [None] * 4}
     full.write_table("algorithm_1.csv", {name: unknown[name] for name in unknown if name != "regret"})
     found = written(full.path).data["algorithm1"]

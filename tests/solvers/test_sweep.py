@@ -40,7 +40,7 @@ def test_each_point_is_a_fit_and_its_evaluation():
     for name, temperature, seed in (("grid", 2.0, 1), ("tiger", 0.0, 0)):
         model = models[name]
         alone = cids.fit(model, temperature=temperature, seed=seed, progress=False, **QUICK)
-        expected = evaluate(model, alone.policy, 60, seed=5)
+        expected = evaluate(model, alone.policy, 60, prior=alone.prior, seed=5)
         one = found.sel(model=name, temperature=temperature, seed=seed)
         assert one["return"].item() == expected.returns.mean
         assert one["return_standard_error"].item() == expected.returns.standard_error

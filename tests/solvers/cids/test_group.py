@@ -19,7 +19,7 @@ from torch import nn
 from cpomdp_command import main
 from cpomdp_ppl.cli.results import Results
 from cpomdp_ppl.errors import DegenerateWeightsError
-from cpomdp_ppl.inference import ObservableOperator, ParticleFilter
+from cpomdp_ppl.inference import SMC, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import LightDark, LineGrid
 from solvers import cids, commands
 from solvers.cids import experience
@@ -72,13 +72,27 @@ class Scaled(ActorCritic):
         return {name: term / (1 + size) for name, term in super().terms(step).items()}
 
 
+POLICIES = ("belief", "lstm")
+
 CASES = {
-    "critic": lambda rank: (LineGrid(), dict(likelihood="exact")),
+    **{
+        policy: lambda rank, policy=policy: (LineGrid(), dict(likelihood="exact", policy=policy))
+        for policy in POLICIES
+    },
     "as printed": lambda rank: (LightDark(6), dict(likelihood="ekf", objective="variational")),
-    "amortised, particles": lambda rank: (
-        LineGrid(),
-        dict(likelihood=ParticleFilter(32), prior="dirichlet", estimator=ActorCritic(warm_up=0.3)),
-    ),
+    **{
+        f"{policy}, amortised, particles": lambda rank, policy=policy: (
+            LineGrid(),
+            dict(
+                likelihood=ParticleFilter(32),
+                policy=policy,
+                prior="dirichlet",
+                estimator=ActorCritic(warm_up=0.3, told=0.2 if policy == "belief" else 0.0),
+            ),
+        )
+        for policy in POLICIES
+    },
+    "led, with practice": lambda rank: (LightDark(3), dict(likelihood="ekf")),
     "own policy": lambda rank: (LineGrid(), dict(likelihood="exact", policy=Table(LineGrid(), rank))),
     "means over the batch": lambda rank: (
         LineGrid(),
@@ -126,16 +140,25 @@ def assert_same(one, other, tolerance=0.0):
 
 
 class Mortal(ObservableOperator):
-    """A backend whose second process is killed at its seventh shard, that is, in the third iteration."""
+    """A backend whose second process is killed in the third iteration, of three shards each.
 
-    def __init__(self):
+    It is asked once a shard: to filter a batch after an LSTM has played it, or to begin inside a policy. A
+    policy of beliefs has asked once before, when it was made.
+    """
+
+    def __init__(self, policy):
+        self.last = {"lstm": 8, "belief": 9}[policy]
         self.calls = 0
 
-    def run(self, *arguments, **settings):
+    def asked(self):
         self.calls += 1
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and self.calls == 7:
+        second = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        if second and self.calls == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().run(*arguments, **settings)
+
+    def recursion(self, model):
+        self.asked()  # `run` does, too
+        return super().recursion(model)
 
 
 class Dying(ObservableOperator):
@@ -145,6 +168,38 @@ class Dying(ObservableOperator):
         if torch.distributed.get_rank() == 1 and seed % 3 == 0:
             raise DegenerateWeightsError("time 3 of episode 2: nothing is left")
         return super().run(model, episodes, seed=seed, moments=moments)
+
+
+class DyingInside(ParticleFilter):
+    """The same inside a policy: in the second process, three shards die after every batch that was used.
+
+    Those are the next batch; of the first one, they are two, as the policy has begun once when it was made.
+    """
+
+    def recursion(self, model):
+        return DyingParticles(model, self)
+
+
+class DyingParticles(SMC):
+    started = 0
+    """Since a batch was used."""
+
+    def start(self, num_episodes):
+        DyingParticles.started += 1
+        self.dies = torch.distributed.get_rank() == 1 and DyingParticles.started <= 3
+        return super().start(num_episodes)
+
+    def step(self, cloud, observed):
+        cloud, increment = super().step(cloud, observed)
+        return cloud, torch.full_like(increment, -torch.inf) if self.dies else increment
+
+
+class Using(Information):
+    """Notes that a batch is used."""
+
+    def payoffs(self, batch, log_probs, temperature):
+        DyingParticles.started = 0
+        return super().payoffs(batch, log_probs, temperature)
 
 
 class Odd(Information):
@@ -213,13 +268,19 @@ def everything(rank, place):
     found["no model"] = refused("no model" if rank else grid, **exact)
     for wrong in ("raises", "pressed", "nan"):
         found[wrong] = refused(grid, **exact, objective=Odd(wrong))
-    found["lost"] = fitted(grid, likelihood=Dying())
+    found["lost"] = {
+        "lstm": fitted(grid, likelihood=Dying(), policy="lstm"),
+        "belief": fitted(grid, likelihood=DyingInside(32, engine="eager"), objective=Using()),
+    }
     (place / "broken").mkdir(exist_ok=True)
     (place / "broken" / "checkpoint.pt").write_bytes(b"something else")
     found["broken checkpoint"] = refused(grid, **exact, checkpoint=place / "broken")
-    kept = dict(checkpoint=place / "kept", checkpoint_every=4)
-    found["stopped"] = refused(grid, **exact, **kept, callbacks=[stop_after_two])
-    found["resumed"] = fitted(grid, **exact, **kept, callbacks=[lambda k, *_: told.append(k)])
+    found["stopped"], found["resumed"] = {}, {}
+    for policy in POLICIES:
+        kept = dict(checkpoint=place / f"kept {policy}", checkpoint_every=4, policy=policy)
+        found["stopped"][policy] = refused(grid, **exact, **kept, callbacks=[stop_after_two])
+        noting = [lambda k, *_, policy=policy: told.append([policy, k])]
+        found["resumed"][policy] = fitted(grid, **exact, **kept, callbacks=noting)
     found["told"] = told
     within = [lambda *_: nested.append(fitted(grid, **exact, iterations=1, seed=9))]
     found["with another in it"] = fitted(grid, **exact, callbacks=within)
@@ -236,23 +297,36 @@ def everything(rank, place):
     return found
 
 
-def member(rank, place, environment):
-    """One process of a group, as torchrun starts it: writes down what came of everything, and is killed."""
+def killed(place, policy):
+    """A fit in which the second process is killed."""
+    kept = dict(checkpoint=place / f"mortal {policy}", checkpoint_every=1)
+    return refused(LineGrid(), likelihood=Mortal(policy), policy=policy, **kept)
+
+
+def member(rank, place, policy):
+    """One process of a group: writes down what came of everything, and is killed."""
+    found = everything(rank, place)
+    torch.save(found, place / f"{rank}.pt")
+    found["killed"] = killed(place, policy)
+    torch.save(found, place / f"{rank}.pt")
+
+
+def victim(rank, place, policy):
+    """One process of a group that is killed at once."""
+    experience.SHARD = SMALL
+    torch.save({"killed": killed(place, policy)}, place / f"{rank}.pt")
+
+
+def started(rank, environment, target, *arguments):
+    """One process of a group, as torchrun starts it."""
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank))
     with joined():
-        found = everything(rank, place)
-        torch.save(found, place / f"{rank}.pt")
-        found["killed"] = refused(
-            LineGrid(), likelihood=Mortal(), checkpoint=place / "mortal", checkpoint_every=1
-        )
-        torch.save(found, place / f"{rank}.pt")
+        target(rank, *arguments)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each of two processes made of everything, and where they did it."""
-    place = tmp_path_factory.mktemp("group")
+def in_a_group(target, *arguments):
+    """Have two processes do something."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": str(SIZE),
@@ -263,13 +337,22 @@ def found(tmp_path_factory):
     }
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["solvers.cids", "cpomdp_command", "cpomdp_ppl.models"])
-    processes = [context.Process(target=member, args=(rank, place, environment)) for rank in range(SIZE)]
+    processes = [
+        context.Process(target=started, args=(rank, environment, target, *arguments)) for rank in range(SIZE)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(90)
     for process in processes:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two processes made of everything, and where they did it."""
+    place = tmp_path_factory.mktemp("group")
+    in_a_group(member, place, "belief")
     return place, [torch.load(place / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
 
 
@@ -304,7 +387,7 @@ def test_two_processes_get_where_one_gets(found, monkeypatch, name):
 @pytest.mark.slow
 def test_the_shards_matter(monkeypatch):
     """Or the comparison above could not tell whether they were played."""
-    model, settings = CASES["critic"](0)
+    model, settings = CASES["belief"](0)
     one = by_one(monkeypatch, model, **settings)
     monkeypatch.setattr(experience, "SHARD", SHORT["batch_size"])
     assert not torch.equal(one["history"]["return"], fitted(model, **settings)["history"]["return"])
@@ -340,10 +423,12 @@ def test_what_goes_wrong_in_one_process_is_the_end_for_all(found, what, expected
 
 def test_what_goes_wrong_in_the_first_process_is_the_end_for_all(found):
     _, (first, second) = found
+    gone = "ProcessFailedError: another process failed, or is gone"
     assert first["broken checkpoint"].startswith("CheckpointError: ")
-    assert first["stopped"] == "Interrupted: stopped after 2 of 5 iterations"
-    for what in ("broken checkpoint", "stopped"):
-        assert second[what] == "ProcessFailedError: another process failed, or is gone"
+    assert second["broken checkpoint"] == gone
+    for policy in POLICIES:
+        assert first["stopped"][policy] == "Interrupted: stopped after 2 of 5 iterations"
+        assert second["stopped"][policy] == gone
 
 
 def test_what_diverges_in_one_process_diverges_in_all(found):
@@ -351,36 +436,52 @@ def test_what_diverges_in_one_process_diverges_in_all(found):
         assert each["nan"] == "DivergedError: iteration 3: the policy loss is nan"
 
 
-def test_a_batch_whose_particles_died_in_one_process_is_left_out_by_all(found):
-    _, (first, second) = found
-    assert_same(first["lost"], second["lost"])
-    lost = int(first["lost"]["history"]["entropy"].isnan().sum())
-    assert 0 < lost < SHORT["iterations"]
-    assert bool(first["lost"]["history"]["return"].isfinite().all())
-    (said,) = first["lost"]["warnings"]
-    assert "left out" in said
-    assert "(time 3: nothing is left)" in said  # not the episode, which is counted within the shard
-    assert second["lost"]["warnings"] == []  # the first has told
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_whose_particles_died_in_one_process_is_left_out_by_all(found, policy):
+    first, second = (each["lost"][policy] for each in found[1])
+    assert_same(first, second)
+    lost = first["history"]["entropy"].isnan()
+    assert 0 < int(lost.sum()) < SHORT["iterations"]
+    assert int((first["history"]["objective"].isnan() ^ lost).sum()) == 0
+    said = [words for words in first["warnings"] if "left out" in words]
+    assert len(said) == 1
+    if policy == "lstm":
+        assert bool(first["history"]["return"].isfinite().all())
+        assert "(time 3: nothing is left)" in said[0]  # not the episode, which is counted within the shard
+    else:
+        assert torch.equal(first["history"]["return"].isnan(), lost)
+        assert lost.tolist() == [False, True, False, True, False]
+    assert second["warnings"] == []  # the first has told
 
 
-def test_a_fit_that_was_stopped_goes_on_to_the_very_same_end(found, monkeypatch):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fit_that_was_stopped_goes_on_to_the_very_same_end(found, policy, monkeypatch):
     place, (first, second) = found
-    assert (first["told"], second["told"]) == ([3, 4, 5], [])
+    assert [k for name, k in first["told"] if name == policy] == [3, 4, 5]
+    assert second["told"] == []
     for each in (first, second):
-        assert_same(each["resumed"], each["critic"])
-    assert [path.name for path in (place / "kept").iterdir()] == ["checkpoint.pt"]
-    rest = by_one(monkeypatch, LineGrid(), likelihood="exact", checkpoint=place / "kept")
-    assert_same(rest, first["critic"])
+        assert_same(each["resumed"][policy], each[policy])
+    kept = place / f"kept {policy}"
+    assert [path.name for path in kept.iterdir()] == ["checkpoint.pt"]
+    rest = by_one(monkeypatch, LineGrid(), likelihood="exact", policy=policy, checkpoint=kept)
+    assert_same(rest, first[policy])
 
 
-def test_a_process_that_is_killed_ends_all_and_nothing_is_lost(found, monkeypatch):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_process_that_is_killed_ends_all_and_nothing_is_lost(found, policy, monkeypatch, tmp_path):
     place, (first, _) = found
-    assert first["killed"] == "ProcessFailedError: another process failed, or is gone"
+    if policy == "lstm":  # a group can be killed but once
+        place = tmp_path
+        in_a_group(victim, place, policy)
+        said = torch.load(place / "0.pt", weights_only=True)["killed"]
+    else:
+        said = first["killed"]
+    assert said == "ProcessFailedError: another process failed, or is gone"
     told = []
-    kept = dict(checkpoint=place / "mortal", callbacks=[lambda k, *_: told.append(k)])
-    rest = by_one(monkeypatch, LineGrid(), likelihood=Mortal(), **kept)
+    kept = dict(checkpoint=place / f"mortal {policy}", callbacks=[lambda k, *_: told.append(k)])
+    rest = by_one(monkeypatch, LineGrid(), likelihood=Mortal(policy), policy=policy, **kept)
     assert told == [3, 4, 5]
-    assert_same(rest, first["critic"], tolerance=1e-5)
+    assert_same(rest, first[policy], tolerance=1e-5)
 
 
 def test_the_command_line_of_several_processes(found):
@@ -396,7 +497,7 @@ def test_fits_of_one_process_in_a_group(found, monkeypatch):
     _, (first, second) = found
     settings = dict(likelihood="exact", iterations=1)
     for rank, each in enumerate((first, second)):
-        assert_same(each["with another in it"], each["critic"])
+        assert_same(each["with another in it"], each["belief"])
         assert_same(each["single"], by_one(monkeypatch, LineGrid(), **settings, seed=rank))
         assert each["run"].shape == (1, 3, 2)
     assert not torch.equal(first["run"], second["run"])  # other seeds
@@ -420,9 +521,9 @@ class AtOnce(ObservableOperator):
 def test_shards_are_filtered_at_once_where_nothing_is_drawn(monkeypatch):
     real, calls = ObservableOperator.run, []
     monkeypatch.setattr(ObservableOperator, "run", lambda *args, **kw: calls.append(1) or real(*args, **kw))
-    by_shard = by_one(monkeypatch, LineGrid(), likelihood=ByShard())
+    by_shard = by_one(monkeypatch, LineGrid(), likelihood=ByShard(), policy="lstm")
     assert len(calls) == 5 * 5
-    assert_same(by_one(monkeypatch, LineGrid(), likelihood=AtOnce()), by_shard)
+    assert_same(by_one(monkeypatch, LineGrid(), likelihood=AtOnce(), policy="lstm"), by_shard)
     assert len(calls) == 5 * 5 + 5
 
 

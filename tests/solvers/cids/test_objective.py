@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyro.distributions as dist
@@ -16,7 +17,7 @@ from cpomdp_ppl import Episodes, simulate
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ObservableOperator
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark
 from solvers.cids.batch import OWN, Batch
-from solvers.cids.critic import Critic
+from solvers.cids.critic import Critic, HistoryCritic
 from solvers.cids.estimator import ActorCritic, Decisions, GradientStep, Reinforce, standardised
 from solvers.cids.objective import Information, Variational, as_objective
 from solvers.cids.policy import LSTMPolicy
@@ -152,7 +153,7 @@ def test_an_impossible_context_costs_something_finite(tiger):
     batch = drawn(model, policy, 4, seed=0)
     log_posterior = batch.log_posterior.clone()
     log_posterior[0, 2:, batch.contexts[0]] = -math.inf
-    worst = Batch(batch.episodes, batch.filtering, batch.prior, log_posterior)
+    worst = replace(batch, log_posterior=log_posterior)
     information = Information(mixed=1e-3).information(worst)
     assert bool(information.isfinite().all())
     before = (1 - 1e-3) * batch.log_posterior[0, 1, batch.contexts[0]].exp() + 1e-3 / 3
@@ -199,31 +200,65 @@ def test_states_are_measured_in_units_of_their_spread():
     assert float(units.mean((0, 1)).abs().max()) < 1e-9
 
 
-def by_the_book(payoffs, values, gae_lambda):
+def by_the_book(payoffs, values, gae_lambda, lengths):
     """Generalised advantages, a loop at a time."""
     B, T = payoffs.shape
     result = torch.zeros(B, T, dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            for k in range(t, T):
-                after = values[b, k + 1] if k + 1 < T else 0.0
+    for b, length in enumerate(lengths):
+        for t in range(length):
+            for k in range(t, length):
+                after = values[b, k + 1] if k + 1 < length else 0.0
                 result[b, t] += gae_lambda ** (k - t) * (payoffs[b, k] + after - values[b, k])
     return result
 
 
+@pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 1, 4)])
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
-def test_generalised_advantages(gae_lambda):
+def test_generalised_advantages(gae_lambda, lengths):
     generator = torch.Generator().manual_seed(0)
-    payoffs = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    alive = torch.arange(6) < torch.tensor(lengths)[:, None]
+    payoffs = torch.randn(3, 6, generator=generator, dtype=torch.float64) * alive
     values = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     blank = torch.zeros(3, 6)
-    before = Decisions(None, blank, blank, values, blank[..., None], blank[..., None])
+    before = Decisions(SimpleNamespace(alive=alive), blank, blank, values, blank[..., None], blank[..., None])
     advantages = ActorCritic(gae_lambda=gae_lambda).advantages(payoffs, before)
-    torch.testing.assert_close(advantages, by_the_book(payoffs, values, gae_lambda))
+    torch.testing.assert_close(advantages, by_the_book(payoffs, values, gae_lambda, lengths))
+
+
+def test_steps_past_the_end_of_an_episode_do_not_count(tiger):
+    """Every term is the mean over the steps that were played; so is the size of the advantages."""
+    model, policy = tiger
+    whole = drawn(model, policy, 40, seed=6)
+    lengths = torch.arange(40) % 3 + 1
+    batch = replace(whole, episodes=replace(whole.episodes, lengths=lengths))
+    played = torch.arange(3) < lengths[:, None]
+    assert torch.equal(batch.alive, played)
+    assert float(batch.share_alive) == pytest.approx(float(lengths.double().mean()) / 3)
+    g = torch.Generator().manual_seed(1)
+    advantages, values, log_probs, entropies = (
+        torch.randn(40, 3, generator=g, dtype=torch.float64) for _ in range(4)
+    )
+    advantages = advantages * played
+    log_contexts = torch.randn(40, 3, 3, generator=g, dtype=torch.float64).log_softmax(-1)
+    now = Decisions(batch, log_probs, entropies, values, log_contexts, None)
+    step = GradientStep.first(advantages, now, Critic(1), 0.0)
+    size = advantages[played].square().mean().sqrt()
+    torch.testing.assert_close(step.size, size)
+    terms = ActorCritic(exploration=0.1).terms(step)
+    cross = (batch.log_posterior[:, :-1].exp() * log_contexts).sum(-1)
+    expected = {
+        "policy": -(advantages[played] / size).mean(),
+        "value": 0.5 * advantages[played].square().mean(),  # as the targets are these above the values
+        "exploration": -0.1 * entropies[played].mean(),
+        "context": -cross[played].mean(),
+    }
+    assert terms.keys() == expected.keys()
+    for name, term in expected.items():
+        torch.testing.assert_close(terms[name], term)
 
 
 def test_new_units_do_not_change_what_the_critic_says():
-    critic = Critic(5, 2, 1)
+    critic = HistoryCritic(5, 2, 1)
     features = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
     before = critic(features)[0]
     targets = 300.0 + 40.0 * torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
@@ -237,7 +272,7 @@ def test_new_units_do_not_change_what_the_critic_says():
 
 
 def test_payoffs_without_spread_leave_the_units_alone():
-    critic = Critic(5, 2, 1)
+    critic = Critic(5)
     critic.rescale(torch.full((10, 3), 7.0))
     assert not bool(critic.has_units)
     assert (float(critic.mean), float(critic.scale)) == (7.0, 1.0)
@@ -253,7 +288,7 @@ def test_the_first_step_on_a_batch_is_the_plain_gradient(tiger):
     now = Decisions(batch, log_probs, blank[..., 0], blank[..., 0], blank, blank)
     estimator = ActorCritic()
     advantages = estimator.advantages(payoffs, now.detached())
-    terms = estimator.terms(GradientStep.first(advantages, now, Critic(1, 3, 1), 0.0))
+    terms = estimator.terms(GradientStep.first(advantages, now, HistoryCritic(1, 3, 1), 0.0))
     weights = [*policy.lstm.parameters(), *policy.logits.parameters()]
     ours = flat(torch.autograd.grad(terms["policy"], weights, retain_graph=True))
     plain = flat(torch.autograd.grad(-(advantages * log_probs).mean(), weights))
@@ -272,7 +307,7 @@ def test_clipping_stops_the_gradient_where_the_policy_has_gone_far_enough():
     before = Decisions(batch, even.log()[..., 0], none, none, even.log(), even)
     now = Decisions(batch, logits.log_softmax(-1)[..., 0], none, none, even.log(), even)
     advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
-    first = GradientStep.first(advantages, before, Critic(1, 2, 1), 0.0)
+    first = GradientStep.first(advantages, before, HistoryCritic(1, 2, 1), 0.0)
     terms = ActorCritic(clip=0.2).terms(replace(first, now=now))
     (gradient,) = torch.autograd.grad(terms["policy"], logits)
     assert (gradient.abs().sum((1, 2)) > 0).tolist() == [False, True, True, True]
@@ -295,6 +330,9 @@ def test_what_is_no_objective_is_refused(objective):
         ("clip", 0.0),
         ("exploration", -1.0),
         ("random_actions", 1.0),
+        ("persistence", -1.0),
+        ("told", 1.0),
+        ("led", -0.1),
         ("value_weight", -1.0),
         ("max_gradient_norm", -1.0),
     ],

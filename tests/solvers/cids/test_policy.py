@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cpomdp_ppl import RandomPolicy, simulate
-from solvers.cids.policy import LSTMPolicy, Mixed, unroll
+from solvers.cids.policy import Exploring, LSTMPolicy, unroll
 from tests.programs import Dice, EyesOpen, Plates
 
 
@@ -72,13 +72,13 @@ def test_chance_decides_now_and_then(chance):
     with torch.no_grad():
         policy.logits.bias.copy_(torch.tensor([1.0, 0.0, -torch.inf]))
     episodes = simulate(model, policy, 5, seed=2)
-    mixed = Mixed(policy, chance)
+    mixed = Exploring(policy, chance)
     prior = torch.full((5, 2), 0.5)
     p = policy.unroll(episodes, prior)[0].softmax(-1)
     expected = (1 - chance) * p + chance * torch.tensor([0.5, 0.5, 0.0])
     logits = policy.unroll(episodes, prior)[0]
-    assert bool((mixed.probs(logits)[..., 2] == 0).all())
-    log_probs = mixed.log_probs(logits)
+    assert bool((mixed.probs(logits, None)[..., 2] == 0).all())
+    log_probs = mixed.log_probs(logits, None)
     torch.testing.assert_close(log_probs.exp(), expected)
     torch.testing.assert_close(stepwise(mixed, episodes, prior).exp(), expected, rtol=1e-4, atol=1e-5)
     log_probs[..., 0].sum().backward()

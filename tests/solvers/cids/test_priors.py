@@ -68,6 +68,7 @@ def test_a_sampler_that_draws_nonsense_is_refused():
         draw_priors(lambda n: torch.tensor([0.5, 0.5]), 4, 2)
 
 
+@pytest.mark.slow
 def test_an_amortised_fit_is_kept_and_read_again(tmp_path):
     model = ContextualTiger()
     settings = {"likelihood": "exact", "iterations": 2, "batch_size": 16, "progress": False}
@@ -83,6 +84,7 @@ def test_an_amortised_fit_is_kept_and_read_again(tmp_path):
     assert one == two
 
 
+@pytest.mark.slow
 def test_another_sampler_does_not_find_the_checkpoint_of_this_one(tmp_path):
     model = LightDark(horizon=3)
 
@@ -98,7 +100,7 @@ def test_another_sampler_does_not_find_the_checkpoint_of_this_one(tmp_path):
 def test_a_solution_from_before_policies_read_priors_is_still_read(tmp_path):
     model = LightDark(horizon=3)
     settings = {"likelihood": "ekf", "iterations": 1, "batch_size": 8, "seed": 0, "progress": False}
-    cids.fit(model, **settings).save(tmp_path)
+    cids.fit(model, policy="lstm", **settings).save(tmp_path)
     path = tmp_path / "solution.json"
     content = json.loads(path.read_text())
     del content["amortised"]

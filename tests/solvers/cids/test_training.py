@@ -20,9 +20,10 @@ from cpomdp_ppl import CPOMDP, ModelError, simulate
 from cpomdp_ppl.cli.model import ModelSpec
 from cpomdp_ppl.errors import DegenerateWeightsError
 from cpomdp_ppl.experiments.files import CheckpointError
-from cpomdp_ppl.inference import ParticleFilter
+from cpomdp_ppl.inference import SMC, ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid
 from solvers import cids
+from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.experience import Experience
 from solvers.cids.learner import DivergedError, Learner
@@ -46,16 +47,22 @@ def same_history(one, other):
     return all(np.array_equal(one[name], other[name], equal_nan=True) for name in names)
 
 
+@pytest.fixture(scope="module", params=["belief", "lstm"])
+def policy(request):
+    """Both policies of ours, by their names."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def kept(policy, tmp_path_factory):
     """The checkpoint of a fit without a break."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(scope="module")
-def whole(kept):
+def whole(policy, kept):
     """A fit without a break."""
-    return cids.fit(LineGrid(), **SHORT, checkpoint=kept)
+    return cids.fit(LineGrid(), **SHORT, policy=policy, checkpoint=kept)
 
 
 class Table(nn.Module):
@@ -92,6 +99,7 @@ def test_the_variational_objective_learns_too():
     assert solution.evaluate(2000).returns.mean > random_value(tables(model), model.horizon) + 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "likelihood", "batch_size"), [(LineGrid(horizon=1), "exact", 1), (LightDark(1), "ekf", 20)]
 )
@@ -101,6 +109,7 @@ def test_one_step_and_payoffs_that_do_not_vary_do_no_harm(model, likelihood, bat
     assert float(solution.history["gradient_norm"].max()) < 100
 
 
+@pytest.mark.slow
 def test_contexts_that_are_ruled_out_beforehand():
     solution = cids.fit(ContextualTiger(), **SHORT, prior=[0.5, 0.0, 0.5])
     assert len(solution.plot(num_episodes=1).axes) == 3 + 2 * 2
@@ -182,7 +191,8 @@ def test_a_table_learns_not_to_walk_into_detectors():
     """Without memory it is best to stay away from both ends, which is worth 0; at random it is -4.6."""
     model = LineGrid()
     settings = dict(likelihood="exact", iterations=60, learning_rate=0.1, seed=0, progress=False)
-    solution = cids.fit(model, **settings, policy=Table(model))
+    with pytest.warns(cids.NotSolvedWarning, match="'sense' all the time does as well"):
+        solution = cids.fit(model, **settings, policy=Table(model))
     assert solution.evaluate(2000).returns.mean > -1.0
 
 
@@ -200,8 +210,8 @@ def interrupted_fit(after, model, **settings):
 
 
 @pytest.mark.slow
-def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, whole):
-    settings = {**SHORT, "checkpoint": tmp_path, "checkpoint_every": 2}
+def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, policy, whole):
+    settings = {**SHORT, "policy": policy, "checkpoint": tmp_path, "checkpoint_every": 2}
     part = interrupted_fit(5, LineGrid(), **settings)
     assert not part.finished
     assert part.history.sizes["iteration"] == 5
@@ -214,8 +224,14 @@ def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, whole):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
-@pytest.mark.parametrize("at", ["play", "filter", "gradient"])
-def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(tmp_path, whole, at, monkeypatch):
+INSIDE = [("belief", Experience, "live"), ("belief", Learner, "_descend")]
+INSIDE += [("lstm", Experience, "play"), ("lstm", Experience, "filter"), ("lstm", Learner, "_descend")]
+
+
+@pytest.mark.parametrize(("policy", "owner", "name"), INSIDE, indirect=["policy"])
+def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(
+    tmp_path, policy, whole, owner, name, monkeypatch
+):
     """Wherever it comes: in the middle of a gradient step, the weights are of no iteration."""
     calls = []
 
@@ -228,12 +244,12 @@ def test_ctrl_c_in_the_middle_of_an_iteration_does_not_spoil_the_checkpoint(tmp_
 
         return call
 
-    owner, name = (Learner, "_descend") if at == "gradient" else (Experience, at)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, pressed(getattr(owner, name)))
-        with pytest.raises(cids.Interrupted):
-            cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
-    rest = cids.fit(LineGrid(), **SHORT, checkpoint=tmp_path)
+        with pytest.raises(KeyboardInterrupt) as stop:
+            cids.fit(LineGrid(), **SHORT, policy=policy, checkpoint=tmp_path)
+        assert isinstance(stop.value, cids.Interrupted)
+    rest = cids.fit(LineGrid(), **SHORT, policy=policy, checkpoint=tmp_path)
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
 
@@ -252,10 +268,11 @@ class Stalling(LineGrid):
 
 
 @pytest.mark.slow
-def test_a_killed_fit_is_evaluated_as_it_is_and_goes_on_to_the_very_same_end(tmp_path, monkeypatch):
+def test_a_killed_fit_is_evaluated_as_it_is_and_goes_on_to_the_very_same_end(tmp_path, policy, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("stalling.py").write_text(STALLING)
-    words = ["fit", "stalling.py:Stalling", "--likelihood", "exact", "--batch-size", "20", "--seed", "3"]
+    words = ["fit", "stalling.py:Stalling", "--policy", policy, "--likelihood", "exact", "--seed", "3"]
+    words += ["--batch-size", "20"]
     words += ["--iterations", "6", "--checkpoint-every", "2", "--run", "run", "--quiet"]
     with start_python("-m", "cpomdp_ppl", *words, env=environment(STALL="1")) as victim:
         wait_for(Path("run/checkpoint/checkpoint.pt").exists, victim)
@@ -266,12 +283,12 @@ def test_a_killed_fit_is_evaluated_as_it_is_and_goes_on_to_the_very_same_end(tmp
     assert so_far.history.sizes["iteration"] == 2
     assert main(["evaluate", "run", "--unfinished", "--num-episodes", "8", "--quiet"]) == 0
     assert main(words) == 0
-    whole, rest = cids.fit(model, **SHORT), cids.load("run", model)
+    whole, rest = cids.fit(model, **SHORT, policy=policy), cids.load("run", model)
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
 
 
-def test_ctrl_c_stops_and_carries_the_best_so_far(capsys):
+def test_ctrl_c_stops_and_carries_the_best_so_far(policy, capsys):
     """A real signal, in the middle of things."""
 
     def press(iteration, measured, policy):
@@ -280,7 +297,7 @@ def test_ctrl_c_stops_and_carries_the_best_so_far(capsys):
             time.sleep(5)
 
     with pytest.raises(KeyboardInterrupt, match="stopped after 3 of 1,000 iterations") as stop:
-        cids.fit(LineGrid(), **{**SHORT, "iterations": 1000}, callbacks=[press])
+        cids.fit(LineGrid(), **{**SHORT, "iterations": 1000}, policy=policy, callbacks=[press])
     solution = stop.value.solution
     assert not solution.finished
     assert not solution.policy.training
@@ -288,8 +305,9 @@ def test_ctrl_c_stops_and_carries_the_best_so_far(capsys):
     assert solution.evaluate(10).returns.num_episodes == 10
 
 
-def test_a_finished_fit_is_not_done_again(whole, kept):
-    again = cids.fit(LineGrid(), **SHORT, checkpoint=kept, callbacks=[lambda *_: pytest.fail("again")])
+def test_a_finished_fit_is_not_done_again(policy, whole, kept):
+    settings = {**SHORT, "policy": policy, "checkpoint": kept}
+    again = cids.fit(LineGrid(), **settings, callbacks=[lambda *_: pytest.fail("again")])
     assert again.finished
     assert same_weights(whole.policy, again.policy)
 
@@ -313,9 +331,16 @@ def test_a_seed_left_out_is_the_checkpoints(tmp_path):
     ],
 )
 @pytest.mark.usefixtures("whole")
-def test_a_checkpoint_of_another_fit_is_refused(kept, change, named):
+def test_a_checkpoint_of_another_fit_is_refused(policy, kept, change, named):
     with pytest.raises(CheckpointError, match=named):
-        cids.fit(**{"model": LineGrid(), **SHORT, **change}, checkpoint=kept)
+        cids.fit(**{"model": LineGrid(), **SHORT, "policy": policy, **change}, checkpoint=kept)
+
+
+@pytest.mark.usefixtures("whole")
+def test_a_checkpoint_of_another_policy_is_refused(policy, kept):
+    other = {"belief": "lstm", "lstm": "belief"}[policy]
+    with pytest.raises(CheckpointError, match="made with"):
+        cids.fit(LineGrid(), **SHORT, policy=other, checkpoint=kept)
 
 
 def test_a_checkpoint_of_other_code_is_refused(tmp_path):
@@ -329,10 +354,11 @@ def test_a_checkpoint_of_other_code_is_refused(tmp_path):
         return 3.0 * LineGrid.reward(self, state, action, context)
 
     changed.__qualname__ = reward.__qualname__
-    done = cids.fit(model(reward), **SHORT, checkpoint=tmp_path)
-    assert same_weights(cids.fit(model(reward), **SHORT, checkpoint=tmp_path).policy, done.policy)
+    settings = {**SHORT, "temperature": 1.0, "checkpoint": tmp_path}  # or it would go by the rewards
+    done = cids.fit(model(reward), **settings)
+    assert same_weights(cids.fit(model(reward), **settings).policy, done.policy)
     with pytest.raises(CheckpointError, match="made with code"):
-        cids.fit(model(changed), **SHORT, checkpoint=tmp_path)
+        cids.fit(model(changed), **settings)
 
 
 @pytest.mark.slow
@@ -521,7 +547,7 @@ def test_collapsing_particles_are_warned_of_once_with_the_remedy():
 
 
 class Dying(ParticleFilter):
-    """A filter whose particles all die, now and then or always."""
+    """A filter whose particles all die, now and then or always: in batches, and inside a policy."""
 
     always = False
 
@@ -533,6 +559,25 @@ class Dying(ParticleFilter):
             raise DegenerateWeightsError("time 1 of episode 0: no context can have produced it")
         return super().run(model, episodes, seed=seed, moments=moments)
 
+    def recursion(self, model):
+        return DyingParticles(model, self)
+
+
+class DyingParticles(SMC):
+    """Every other time that it starts, or always, it holds impossible whatever is seen first."""
+
+    def __init__(self, model, settings):
+        super().__init__(model, settings)
+        self.always, self.dies = settings.always, False
+
+    def start(self, num_episodes):
+        self.dies = self.always or bool(torch.rand(()) < 0.5)
+        return super().start(num_episodes)
+
+    def step(self, cloud, observed):
+        cloud, increment = super().step(cloud, observed)
+        return cloud, torch.full_like(increment, -torch.inf) if self.dies else increment
+
 
 def test_too_few_particles_are_warned_of_where_contexts_do_not_differ():
     class Same(Sharp):
@@ -543,30 +588,34 @@ def test_too_few_particles_are_warned_of_where_contexts_do_not_differ():
         cids.fit(Same(), likelihood=ParticleFilter(16), iterations=3, batch_size=20, seed=0, progress=False)
 
 
-def test_a_batch_whose_particles_died_is_left_out():
-    settings = dict(iterations=8, batch_size=10, seed=0, progress=False)
+def test_a_batch_whose_particles_died_is_left_out(policy):
+    settings = dict(iterations=8, batch_size=10, seed=0, progress=False, policy=policy)
     with pytest.warns(UserWarning, match="left out") as caught:
         solution = cids.fit(LineGrid(), likelihood=Dying(32), **settings)
     assert len([w for w in caught if "left out" in str(w.message)]) == 1
-    lost = int(np.isnan(solution.history["entropy"]).sum())
-    assert 0 < lost < 8
-    assert bool(np.isfinite(solution.history["return"]).all())
+    lost = np.isnan(solution.history["entropy"])
+    assert 0 < int(lost.sum()) < 8
+    unknown = np.isnan(solution.history["return"])  # an LSTM plays without a filter
+    assert bool((unknown == lost).all()) if policy == "belief" else not bool(unknown.any())
 
 
-def test_an_episode_whose_particles_died_does_not_take_its_batch_with_it():
-    settings = dict(iterations=5, batch_size=20, seed=0, progress=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("particles", [{"belief": 16, "lstm": 4}])
+def test_an_episode_whose_particles_died_does_not_take_its_batch_with_it(policy, particles):
+    settings = dict(iterations=5, batch_size=20, seed=0, progress=False, policy=policy)
     with pytest.warns(UserWarning, match="likelihoods are noisy"):  # but nothing is left out
-        solution = cids.fit(Needle(), likelihood=ParticleFilter(4), **settings)
+        solution = cids.fit(Needle(), likelihood=ParticleFilter(particles[policy]), **settings)
     assert bool(np.isfinite(solution.history["entropy"]).all())
 
 
-def test_a_filter_that_always_dies_stops_the_fit():
+def test_a_filter_that_always_dies_stops_the_fit(policy):
     class Dead(Dying):
         always = True
 
     dead = pytest.raises(DegenerateWeightsError, match="20 batches in a row")
+    settings = dict(iterations=50, batch_size=4, seed=0, progress=False, policy=policy)
     with pytest.warns(UserWarning, match="left out"), dead:
-        cids.fit(LineGrid(), likelihood=Dead(32), iterations=50, batch_size=4, seed=0, progress=False)
+        cids.fit(LineGrid(), likelihood=Dead(32), **settings)
 
 
 def test_callbacks_are_told_and_tensorboard_writes(tmp_path):
@@ -629,25 +678,45 @@ def test_nonsense_is_refused_by_name(argument, value):
         cids.fit(**{"model": LineGrid(), **SHORT, argument: value})
 
 
-def test_interrupted_at_once_it_can_still_be_drawn():
-    class AtOnce(ParticleFilter):
-        def run(self, *arguments, **settings):
-            raise KeyboardInterrupt
+def test_interrupted_at_once_it_can_still_be_drawn(policy, monkeypatch):
+    def pressed(*_):
+        raise KeyboardInterrupt
 
-    with pytest.raises(cids.Interrupted) as stop:
-        cids.fit(LineGrid(), **{**SHORT, "likelihood": AtOnce(16)})
+    monkeypatch.setattr(Experience, "live" if policy == "belief" else "play", pressed)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        cids.fit(LineGrid(), **SHORT, policy=policy)
+    assert isinstance(stop.value, cids.Interrupted)
     solution = stop.value.solution
     assert solution.history.sizes["iteration"] == 0
     assert solution.plot(num_episodes=1) is not None
 
 
-def test_nothing_to_see_is_nothing_to_learn():
+@pytest.mark.parametrize("where", ["practice", "imitation"])
+def test_ctrl_c_before_the_first_iteration_is_an_interruption_too(where, monkeypatch, tmp_path):
+    """What a policy learns beforehand takes long enough to be stopped; nothing is lost but that."""
+
+    def pressed(what, *_):
+        raise TypeError if isinstance(what, float) else KeyboardInterrupt  # it is no schedule
+
+    model, settings = LightDark(3), {**SHORT, "likelihood": "ekf", "checkpoint": tmp_path}
+    if where == "imitation":
+        settings["start"] = pressed
+    else:
+        monkeypatch.setattr("solvers.cids.experts.Practice.iterate", pressed)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        cids.fit(model, **settings)
+    assert isinstance(stop.value, cids.Interrupted)
+    assert not stop.value.solution.finished
+    assert stop.value.solution.history.sizes["iteration"] == 0
+
+
+def test_nothing_to_see_is_nothing_to_learn(policy):
     class Blind(LineGrid):
         def observation(self, state, action, context):
             pass
 
     with pytest.raises(ModelError, match="nothing is seen"):
-        cids.fit(Blind(), progress=False)
+        cids.fit(Blind(), policy=policy, progress=False)
 
 
 def test_a_solution_has_agents():
@@ -665,14 +734,20 @@ def test_nothing_outside_the_directory_is_written(tmp_path, monkeypatch):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_while_the_critic_warms_up_the_policy_stays_as_it_is():
+CRITICS = re.compile("judge|critic")
+
+
+def test_while_the_critic_warms_up_the_policy_stays_as_it_is(policy):
     model = LineGrid()
-    first = LSTMPolicy(model, hidden=8, seed=1)
-    before = {name: weight.clone() for name, weight in first.state_dict().items()}
+    make = {"lstm": LSTMPolicy, "belief": BeliefPolicy}[policy]
+    first = make(model, hidden=8, seed=1)
+    deciding = {name: weight for name, weight in first.state_dict().items() if not CRITICS.match(name)}
+    before = {name: weight.clone() for name, weight in deciding.items()}
     still, moved = [], []
 
     def watch(iteration, measured, policy):
-        same = all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
+        after = policy.state_dict()
+        same = all(torch.equal(after[name], weight) for name, weight in before.items())
         (still if same else moved).append(iteration)
 
     settings = {"likelihood": "exact", "iterations": 5, "batch_size": 20, "seed": 0, "progress": False}
@@ -685,9 +760,9 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "weights_of"), [(22, 20), (3, 18)])
-def test_a_checkpoint_holds_the_best_so_far(tmp_path, every, weights_of):
+def test_a_checkpoint_holds_the_best_so_far(tmp_path, policy, every, weights_of):
     """Of the first window of twenty iterations; before its end, the last that was written."""
-    settings = {**SHORT, "iterations": 30, "batch_size": 4}
+    settings = {**SHORT, "iterations": 30, "batch_size": 4, "policy": policy}
     weights = {}
 
     def note(iteration, measured, policy):

@@ -352,6 +352,41 @@ def test_regret_is_what_the_told_agent_expects_less_what_was_earned():
         run.regret([1.0])
 
 
+class Unsaid(LightDark):
+    """Light–Dark, as if nobody knew what knowing the context earns."""
+
+    def context_known_return(self):
+        return None
+
+
+class LikelierSide:
+    """Walks to the side that was likelier from the start, which is the best to do if told."""
+
+    amortised = True
+
+    def start(self, prior):
+        return (prior[:, 0] >= 0.5).long()
+
+    def act(self, history, memory):
+        return memory, memory
+
+
+def test_regret_is_against_the_policy_told_the_context():
+    """Where the model has no closed form, which here is the truth."""
+    run = cids.run(Unsaid(horizon=4), [0, 1], 2, solution=LikelierSide(), **GAUSSIAN)
+    told = run.context_known
+    assert told.source == "policy"
+    off = (told.values - LightDark(horizon=4).context_known_return()).abs()
+    assert off.le(3.5 * told.standard_errors).all()
+    expected = told.values[[0, 1]][:, None] - run.returns
+    torch.testing.assert_close(run.regret(told), expected)
+    data = run.to_dataset()
+    np.testing.assert_allclose(data["regret"], expected)
+    np.testing.assert_allclose(data["context_known_return"], told.values)
+    np.testing.assert_allclose(data["context_known_error"], told.standard_errors)
+    assert run.plot().axes[0].get_ylabel() == "cumulative regret"
+
+
 @pytest.mark.slow
 def test_export_to_arviz_and_back(tmp_path):
     """Means of draws agree with the posterior within 4.5 standard errors."""
@@ -486,5 +521,7 @@ def test_pictures_of_a_run():
             return None
 
     run = cids.run(NoOptimum(horizon=3), [0, 1], 2, **settings)
+    assert run.context_known is None
+    assert "regret" not in run.to_dataset()
     assert run.plot().axes[0].get_ylabel() == "return"  # nobody knows what there is to be had
     assert run.plot([1.0, 2.0]).axes[0].get_ylabel() == "cumulative regret"
