@@ -46,7 +46,7 @@ def defaults(**given: object) -> FitSettings:
 
 
 def test_what_a_fit_does_unless_it_is_told_otherwise():
-    assert said("README.md", r"the default is ([\d,]+);") == [defaults().iterations]
+    assert said("README.md", r"at most ([\d,]+) if left out") == [defaults().iterations]
     start, end = said("docs/solving.md", r"by default it falls from (\d) to ([\d.]+) units of reward")
     assert [defaults().temperature(0.0), defaults().temperature(1.0)] == pytest.approx([start, end])
 

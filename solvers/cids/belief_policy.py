@@ -200,12 +200,12 @@ class BeliefPolicy(nn.Module):
 
     def start(self, prior: Tensor) -> Knowledge:
         """Nothing known but the prior."""
-        with inference_scope(self.model, _seed()):
+        with inference_scope(self.model, self._seed()):
             return Knowledge.first(self.backend, self.model, prior, persistent=True)
 
     def act(self, history: History, memory: Knowledge) -> tuple[Decision, Knowledge]:
         """Take in the latest percept, and choose."""
-        with inference_scope(self.model, _seed()):
+        with inference_scope(self.model, self._seed()):
             known = memory
             if history.time or self.model.initial_observation:
                 known = memory.after(history.latest)
@@ -225,6 +225,6 @@ class BeliefPolicy(nn.Module):
         """This policy at work, one episode at a time; see `Agent` for the settings."""
         return Agent(self.model, self, **{"likelihood": self.backend, **settings})
 
-
-def _seed() -> int:
-    return int(torch.randint(2**31, ()))
+    def _seed(self) -> int:
+        draws = vars(type(self.backend)).get("draws", True)
+        return int(torch.randint(2**31, ())) if draws else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +123,8 @@ def rehearse(model: CPOMDP, acting: Exploring, contexts: Tensor, restarts: Resta
             action = index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
             action = torch.where(t < steps, given.actions[:, t], action)
             state, reward = programs.move(state, action, contexts)
-            state = map_state(lambda new, old: where(t + 1 <= steps, old[:, t + 1], new), state, given.states)
+            told = map_state(lambda leaf: leaf[:, t + 1], given.states)  # noqa: B023
+            state = map_state(partial(where, t < steps), told, state)
             previous = action
             actions.append(action)
             rewards.append(reward)
@@ -151,7 +152,9 @@ def _told(model: CPOMDP, episodes: Episodes, since: Tensor, inputs: Inputs) -> B
     return Batch(episodes, filtering, sure, log_posterior, OWN, previous, since, told, inputs)
 
 
-def practise(policy: BeliefPolicy, estimator: ActorCritic, found: Findings, seed: int, shown: Bar) -> bool:
+def practise(
+    policy: BeliefPolicy, estimator: ActorCritic, found: Findings, rounds: int, seed: int, shown: Bar
+) -> bool:
     """Teach a policy what to do where it is told context and state.
 
     Some episodes begin in the middle of lucky ones, and lucky actions are imitated: those that led to more
@@ -165,6 +168,7 @@ def practise(policy: BeliefPolicy, estimator: ActorCritic, found: Findings, seed
         policy: The policy, which is changed.
         estimator: How it is improved.
         found: What a search found.
+        rounds: How many batches are played, at most.
         seed: Seed of all random numbers.
         shown: A progress bar.
 
@@ -173,12 +177,12 @@ def practise(policy: BeliefPolicy, estimator: ActorCritic, found: Findings, seed
     """
     assert found.episodes is not None
     before = copy.deepcopy(policy.state_dict())
-    practice = Practice(policy, estimator, found.episodes, Pace(ROUNDS, found.constant))
+    practice = Practice(policy, estimator, found.episodes, Pace(rounds, found.constant))
     while not practice.pace.ended:
         earned = practice.iterate(seed_for(seed, practice.iteration))
         shown.set_postfix_str(f"told everything, return {earned:.2f}", refresh=False)
         shown.update()
-    returns = _told_context(policy, seed_for(seed, ROUNDS))
+    returns = _told_context(policy, seed_for(seed, rounds))
     of_use = float(returns.mean() - 2 * returns.std() / len(returns) ** 0.5) > found.constant_told
     if not of_use:
         policy.load_state_dict(before)
@@ -271,7 +275,7 @@ class Practice:
         return Decisions(batch, log_probs, entropies, values, None, None)
 
     def _lucky_actions(self, size: float) -> tuple[Inputs, Tensor, Tensor, Tensor]:
-        """Inputs `[B T]` along lucky episodes, their actions, those before, and by how much they were lucky."""
+        """Inputs `[B T]` along lucky episodes, their actions, those before, and how lucky they were."""
         some = self.lucky[torch.randint(len(self.lucky), (IMITATED,), device=self.lucky.device)]
         assert some.contexts is not None
         assert some.rewards is not None

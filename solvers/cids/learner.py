@@ -187,12 +187,10 @@ class Learner:
             prior = self._draw_priors(self.batch_size)  # [B, C]
             contexts = stratified(prior, self.batch_size, offset=seeds.contexts / 2**32)  # [B]
         try:
-            batch = self._batch(contexts, prior, seeds, phases)
+            batch = self._batch(contexts, prior, seeds, phases, measured)
         except DegenerateWeightsError as error:
             self.quality.lose(str(error), number)
         else:
-            assert batch.episodes.returns is not None
-            measured |= self._returns(batch)
             measured |= self.quality.measure(batch)
             self.quality.judge(number, number == self.iterations, self._take_more_particles)
             phases.end("likelihood")
@@ -228,16 +226,21 @@ class Learner:
             measured["return_told"] = float(self.statistics.mean(returns[batch.told]))
         return measured
 
-    def _batch(self, contexts: Tensor, prior: Tensor, seeds: Seeds, phases: Phases) -> Batch:
-        """A batch of episodes, with what a filter makes of them."""
+    def _batch(
+        self, contexts: Tensor, prior: Tensor, seeds: Seeds, phases: Phases, measured: dict[str, float]
+    ) -> Batch:
+        """A batch of episodes, with what a filter makes of them; their returns are measured in any case."""
         if isinstance(self.policy, BeliefPolicy):
             with isolated(seeds.filter):
                 shares = self._now("told"), self._now("led")
                 beginnings = Beginnings.of(contexts, prior, *shares, self.leads)
             batch = self.experience.live(self.acting, beginnings, seeds.play)
+            measured |= self._returns(batch)
             phases.end("rollout")
             return batch
         episodes = self.experience.play(self.acting, contexts, prior, seeds.play)
+        assert episodes.returns is not None
+        measured["return"] = float(self.statistics.mean(episodes.returns))
         phases.end("rollout")
         return self.experience.filter(episodes, prior, seeds.filter)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 WINDOW = 25
 """Iterations that are averaged before they are compared with as many before them."""
+ROUNDING = 1e-9
+"""A progress so close to 1 is 1."""
 HURRY = 8.0
 """How much faster it goes when nothing improves any more."""
 
@@ -42,7 +44,8 @@ class Pace:
         """Take note of an iteration."""
         self.recent = [*self.recent[1 - 2 * WINDOW :], (earned, worth, told)]
         step = (HURRY if self._is_settled() else 1.0) / max(self.iterations - 1, 1)
-        self.progress += step if self.progress >= 1.0 else min(step, 1.0 - self.progress)
+        last = self.progress > 1.0 - ROUNDING
+        self.progress = self.progress + step if last else min(self.progress + step, 1.0)
 
     def _is_settled(self) -> bool:
         if len(self.recent) < 2 * WINDOW:

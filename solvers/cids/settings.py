@@ -81,33 +81,15 @@ class FitSettings:
         require(start is None or reads_belief, "start", start, 'None, unless policy="belief" imitates it')
         require(start is None or callable(start) or isinstance(start, Policy), "start", start, "a policy")
         found = search(model) if reads_belief else None
-        far = None
-        if found is not None and found.is_far and start is None:
-            far = FarGoal(
-                practising(model, found),
-                explorer(model, found) if estimator is None else as_estimator(estimator),
-                as_schedule(
-                    "temperature", per_nat(model, found.worth) if temperature is None else temperature
-                ),
-            )
-        if estimator is None and found is not None:
-            estimator = NEAR if start is None else REFINING
-        elif estimator is None:
-            estimator = Reinforce() if variational else ActorCritic()
-        if temperature is None and found is not None:
-            known = found.worth if start is not None else found.constant_told - found.constant
-            temperature = per_nat(model, known or found.unit)
-        elif temperature is None:
-            temperature = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
+        estimator, temperature, far = _defaults(model, estimator, temperature, variational, found, start)
         if learning_rate is None:
             first = 6e-3 if start is None else 2e-3
             learning_rate = Linear(first, 3e-4) if isinstance(estimator, ActorCritic) else Constant(1e-3)
         priors = as_sampler(model, prior)
         amortised = not isinstance(priors, OnePrior)
         if iterations is None:
-            iterations = (
-                (4000 if variational else 600 if reads_belief else 800) * (3 if amortised else 2) // 2
-            )
+            iterations = 4000 if variational else 600 if reads_belief else 800
+            iterations = iterations * 3 // 2 if amortised else iterations
         return FitSettings(
             model,
             backend_for(model, likelihood),
@@ -169,9 +151,33 @@ class FitSettings:
             "batch_size": self.batch_size,
             "seed": seed,
             **({} if self.far is None else {"far": describe(self.far)}),
-            **({} if self.start is None else {"start": describe(self.start)}),
+            **({} if self.start is None else {"start": _name_of(self.start)}),
             **shard,
         }
+
+
+def _defaults(
+    model: CPOMDP,
+    estimator: Estimator | None,
+    temperature: float | Schedule | None,
+    variational: bool,
+    found: Findings | None,
+    start: Any,
+) -> tuple[Estimator, float | Schedule, FarGoal | None]:
+    """Estimator and temperature unless they are given, and what is different if rewards are far away."""
+    if found is None:
+        by_name = Reinforce() if variational else ActorCritic()
+        falling = Constant(0.2) if variational else Geometric(3.0, 0.5, until=0.7)
+        return estimator or by_name, falling if temperature is None else temperature, None
+    far = None
+    if found.is_far and start is None:
+        nat = per_nat(model, found.worth) if temperature is None else as_schedule("temperature", temperature)
+        after = explorer(model, found) if estimator is None else as_estimator(estimator)
+        far = FarGoal(practising(model, found), after, nat)
+    if temperature is None:
+        worth = found.worth if start is not None else found.constant_told - found.constant
+        temperature = per_nat(model, worth or found.unit)
+    return estimator or (NEAR if start is None else REFINING), temperature, far
 
 
 CRITIC_FIRST = 20
@@ -217,7 +223,11 @@ def per_nat(model: CPOMDP, worth: float) -> Schedule:
     """τ: some of what it is worth to know the context, for each nat of that, and less of it later."""
     entropy = float(torch.distributions.Categorical(model.prior()).entropy())
     nat = (worth or 1.0) / max(entropy, 0.1)
-    return Geometric(0.115 * nat, 0.0185 * nat, until=0.7)
+    return Geometric(float(f"{0.115 * nat:.3g}"), float(f"{0.0185 * nat:.3g}"), until=0.7)
+
+
+def _name_of(rule: Any) -> str:
+    return str(getattr(rule, "__qualname__", type(rule).__qualname__))
 
 
 def describe_priors(sampler: PriorSampler) -> Any:

@@ -253,15 +253,10 @@ def fit(
         with nullcontext() if first else warnings.catch_warnings(action="ignore"):
             _train(fitting, checkpoint_every, callbacks if first else (), shown)
         fitting.share(group)
-        solution = fitting.solution()
-        try:
-            tau = float(learner.temperature(1.0))
-            found = _judged(solution, settings, before, tau, number, group) if verdict else None
-        except KeyboardInterrupt:
-            raise Interrupted(solution) from None
+        found = _judged(fitting, settings, before, group) if verdict else None
         if found is not None and not found.solved and first:
             warnings.warn(found.sentence, NotSolvedWarning, stacklevel=2)
-        return replace(solution, verdict=found)
+        return replace(fitting.solution(), verdict=found)
 
 
 def _prepare(fitting: Fitting, settings: FitSettings, fresh: bool, progress: Progress) -> None:
@@ -271,8 +266,9 @@ def _prepare(fitting: Fitting, settings: FitSettings, fresh: bool, progress: Pro
         if settings.start is not None:
             _imitate(policy, settings.start, settings, seed, progress)
         elif settings.far is not None and settings.found is not None and fresh:
-            with bar(progress, PRACTICE, "Practice, told context and state", "batches") as shown:
-                of_use = practise(policy, settings.far.practice, settings.found, seed, shown)
+            rounds = min(PRACTICE, settings.iterations)
+            with bar(progress, rounds, "Practice, told context and state", "batches") as shown:
+                of_use = practise(policy, settings.far.practice, settings.found, rounds, seed, shown)
             if of_use:
                 fitting.learner.set_out_far()
     except KeyboardInterrupt:
@@ -280,24 +276,22 @@ def _prepare(fitting: Fitting, settings: FitSettings, fresh: bool, progress: Pro
 
 
 def _judged(
-    solution: Solution,
-    settings: FitSettings,
-    before: Mapping[str, Tensor],
-    tau: float,
-    seed: int,
-    group: SingleProcess,
+    fitting: Fitting, settings: FitSettings, before: Mapping[str, Tensor], group: SingleProcess
 ) -> Verdict | None:
     """The verdict on a fit that ran to its end; None if it was short. The first process finds it."""
-    if solution.history.sizes["iteration"] * settings.batch_size < FEWEST_EPISODES:
+    if len(fitting.measured) * settings.batch_size < FEWEST_EPISODES:
         return None
-    found = None
+    found, solution, learner = None, fitting.solution(), fitting.learner
     if group.rank == 0:
-        model, policy = solution.model, solution.policy
-        backend = policy.backend if isinstance(policy, BeliefPolicy) else settings.backend
-        trial = Trial(model, backend, solution.prior, tau, seed_for(seed, SEED))
-        lucky = search(model) if settings.found is None else settings.found
+        tau = float(learner.temperature(1.0))
+        backend = learner.experience.backend
+        trial = Trial(learner.model, backend, solution.prior, tau, seed_for(learner.seed, SEED))
+        lucky = search(learner.model) if settings.found is None else settings.found
         rival = before if settings.start is None else as_policy(settings.start)
-        found = judge(trial, policy, rival, lucky.plans)
+        try:
+            found = judge(trial, solution.policy, rival, lucky.plans)
+        except KeyboardInterrupt:
+            raise Interrupted(solution) from None
     shared = group.broadcast({"verdict": None if found is None else found.as_dict()})["verdict"]
     return None if shared is None else Verdict.from_dict(shared)
 
@@ -379,7 +373,7 @@ class Fitting:
         if not len(worth):
             return
         error = worth.std() / len(worth) ** 0.5
-        if self.best_weights is None or worth.mean() >= self.best - error:
+        if self.best_weights is None or worth.mean() >= self.best - 2 * error:
             weights = self.learner.policy.state_dict()
             self.best_weights = {name: weight.detach().clone() for name, weight in weights.items()}
         self.best = max(self.best, float(worth.mean()))

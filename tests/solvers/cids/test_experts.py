@@ -143,13 +143,12 @@ def test_the_tiger_is_never_let_out_by_who_sees_it():
 
 
 @pytest.mark.slow
-def test_what_serves_only_those_who_see_the_state_is_forgotten(monkeypatch):
+def test_what_serves_only_those_who_see_the_state_is_forgotten():
     """Who hears the tiger only must not open doors as somebody who sees it."""
-    monkeypatch.setattr(experts, "ROUNDS", 30)
     model = ContextualTiger(horizon=3)
     policy = BeliefPolicy(model, likelihood="exact", seed=0)
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    practise(policy, ESTIMATOR, search(model), 0, bar(False, 1, "", ""))
+    assert not practise(policy, ESTIMATOR, search(model), 30, 0, bar(False, 1, "", ""))
     assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
 
 

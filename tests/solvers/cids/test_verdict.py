@@ -462,9 +462,9 @@ def test_other_processes_are_told(monkeypatch):
     monkeypatch.setattr(training, "judge", lambda *_: pytest.fail("played"))
     found = Verdict(True, "Well done.", 0.5, 10, {LEARNED: OWN, A: LOST})
     group = SimpleNamespace(rank=1, broadcast=lambda content: {"verdict": found.as_dict()})
-    many = SimpleNamespace(history=SimpleNamespace(sizes={"iteration": 20}))
-    assert training._judged(many, SimpleNamespace(batch_size=200), {}, 0, group) == found
-    assert training._judged(many, SimpleNamespace(batch_size=199), {}, 0, group) is None
+    many = SimpleNamespace(measured=[{}] * 20, solution=lambda: None, learner=None)
+    assert training._judged(many, SimpleNamespace(batch_size=200), {}, group) == found
+    assert training._judged(many, SimpleNamespace(batch_size=199), {}, group) is None
 
 
 def test_it_is_kept_as_plain_data():
