@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from importlib import import_module
@@ -47,8 +48,10 @@ def defaults(**given: object) -> FitSettings:
 
 def test_what_a_fit_does_unless_it_is_told_otherwise():
     assert said("README.md", r"at most ([\d,]+) if left out") == [defaults().iterations]
-    start, end = said("docs/solving.md", r"by default it falls from (\d) to ([\d.]+) units of reward")
-    assert [defaults().temperature(0.0), defaults().temperature(1.0)] == pytest.approx([start, end])
+    start, end = said("docs/solving.md", r"it falls from ([\d.]+) % to ([\d.]+) % of what a nat may be worth")
+    nat = math.log(2) / 20.0  # who is told where the detector is earns 20 more
+    by_default = [100 * nat * defaults().temperature(when) for when in (0.0, 1.0)]
+    assert by_default == pytest.approx([start, end], rel=0.01)
 
 
 def test_which_models_are_fitted_exactly():

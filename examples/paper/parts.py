@@ -75,7 +75,7 @@ def cids_fit(name: str, model: Mapping[str, Any], seed: int, seconds: float, **s
 
 
 def information_fit(sizes: Sizes, ratio: str, seed: int) -> Task:
-    """A fit of C-IDS with the information objective, as `cids.fit` has it by default."""
+    """A fit of C-IDS with the information objective, and the paper's policy."""
     return cids_fit(
         f"{INFORMATION}, {ratio}",
         light_dark(ratio),

@@ -61,6 +61,7 @@ def fit_cids(settings: Mapping[str, Any], folder: Path, need: Path | None) -> di
             model,
             likelihood=settings["likelihood"],
             objective=OBJECTIVES[settings["objective"]],
+            policy="lstm",  # as in the paper
             estimator=ESTIMATORS[settings["estimator"]],
             iterations=settings["iterations"],
             batch_size=settings["batch_size"],

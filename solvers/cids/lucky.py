@@ -137,10 +137,8 @@ def _returns_of(programs: Generative, actions: Tensor, C: int) -> Tensor:
     """Mean returns of actions that are fixed in advance, `[P C, T]` with contexts last: float64 `[P, C]`."""
     contexts = torch.arange(C, device=actions.device).repeat(len(actions) // C * TRIALS)
     plans = actions.repeat(TRIALS, 1)
-    state, total = (
-        programs.initial(contexts),
-        torch.zeros(len(contexts), dtype=torch.float64).to(contexts.device),
-    )
+    state = programs.initial(contexts)
+    total = torch.zeros(len(contexts), dtype=torch.float64, device=contexts.device)
     for t in range(plans.shape[1]):
         state, reward = programs.move(state, plans[:, t], contexts)
         total += reward
@@ -168,15 +166,13 @@ class Cells:
         """Cells for the states of these episodes."""
         flat = _flat(episodes)
         sd = flat.flatten(0, 1).std(0)
-        whole = torch.cat(
-            [
-                torch.full((leaf[0, 0].numel(),), not leaf.is_floating_point())
-                for _, leaf in leaves(episodes.states)
-            ]
-        )
-        sd = torch.where(
-            whole.to(sd.device), 1 / CELL, sd
-        )  # numbers of states are told apart, each from each
+        numbered = [
+            not leaf.is_floating_point()
+            for _, leaf in leaves(episodes.states)
+            for _ in range(leaf[0, 0].numel())
+        ]
+        # States that are numbered have nothing to do with their neighbours: each is a place of its own.
+        sd = torch.where(torch.tensor(numbered, device=sd.device), 1 / CELL, sd)
         D = flat.shape[-1]
         directions = torch.randn(D, MOST_DIRECTIONS).to(flat) / D**0.5 if D > MOST_DIRECTIONS else None
         return Cells(torch.where(sd > 1e-9, CELL * sd, 1.0), directions)

@@ -182,8 +182,9 @@ def fit(
             Left out, `"belief"` for the information objective and `"lstm"` for the variational one.
         start: A rule to start from: any policy, or a function of the history. A policy that reads beliefs
             first learns to do what the rule does, and goes on from there.
-        estimator: How the gradient is estimated. Left out, `ActorCritic()` for the information objective, and
-            `Reinforce()`, the paper's, for the variational one.
+        estimator: How the gradient is estimated. Left out, an `ActorCritic` for the information objective,
+            and `Reinforce()`, the paper's, for the variational one; where a search finds that rewards are far
+            away, its exploration is found from the model, too.
         iterations: How many batches to play, at most: with a policy that reads beliefs, the fit ends when it
             has settled. Left out, 600 for such a policy; for others, 800 for the information objective and
             4,000 for the variational one. It is half as many again if priors are drawn.
