@@ -70,6 +70,8 @@ class Batch:
         since: From which step on the policy acts, `[B]`; what came before was somebody else's.
         told: Which episodes begin told the context, bool `[B]`.
         inputs: What the policy read before each decision, if it reads beliefs.
+        lost: Episodes that the filter inside the policy could not follow to the end, bool `[B]`: they are
+            measured, but teach nothing.
     """
 
     episodes: Episodes
@@ -81,6 +83,7 @@ class Batch:
     since: Tensor
     told: Tensor
     inputs: Inputs | None = None
+    lost: Tensor | None = None
 
     @staticmethod
     def of(episodes: Episodes, filtering: Filtering, prior: Tensor, statistics: Statistics = OWN) -> Batch:
@@ -100,7 +103,8 @@ class Batch:
     def alive(self) -> Tensor:
         """Which steps count, bool `[B, T]`: those of the policy, before the end of their episode."""
         steps = torch.arange(self.episodes.horizon, device=self.prior.device)
-        return (steps >= self.since[:, None]) & (steps < self.episodes.lengths[:, None])
+        alive = (steps >= self.since[:, None]) & (steps < self.episodes.lengths[:, None])
+        return alive if self.lost is None else alive & ~self.lost[:, None]
 
     @cached_property
     def share_alive(self) -> Tensor:

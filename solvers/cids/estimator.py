@@ -143,7 +143,7 @@ class Reinforce:
         total = payoffs.sum(1)
         if self.baseline and len(total) > 1:
             total = total - before.batch.mean(total)
-        return total[:, None].expand_as(payoffs)
+        return total[:, None].expand_as(payoffs) * before.batch.alive
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
         """`−E[A Σ_t log π(a_t|h_t)]`."""

@@ -140,7 +140,7 @@ class Experience:
         """Play this process's episodes of a batch by a policy that reads beliefs, with the filter inside it.
 
         Raises:
-            DegenerateWeightsError: If the filter could follow none of the episodes.
+            DegenerateWeightsError: If the filter could follow none of the episodes of one of the processes.
         """
         B = len(beginnings.contexts)
         parts, played = [], []
@@ -163,9 +163,10 @@ class Experience:
             done.filtering.log_posterior(prior),
             self.statistics,
             previous_actions(done.episodes.actions),
-            torch.where(done.lost, self.model.horizon, since),  # a lost episode teaches nothing
+            since,
             torch.cat([part.told for part in parts]),
             done.inputs,
+            done.lost,
         )
 
     def filter(self, episodes: Episodes, prior: Tensor, seed: int) -> Batch:

@@ -182,17 +182,16 @@ def practise(
         earned = practice.iterate(seed_for(seed, practice.iteration))
         shown.set_postfix_str(f"told everything, return {earned:.2f}", refresh=False)
         shown.update()
-    returns = _told_context(policy, seed_for(seed, rounds))
+    returns = _told_context(policy, found.prior, seed_for(seed, rounds))
     of_use = float(returns.mean() - 2 * returns.std() / len(returns) ** 0.5) > found.constant_told
     if not of_use:
         policy.load_state_dict(before)
     return of_use
 
 
-def _told_context(policy: BeliefPolicy, seed: int) -> Tensor:
+def _told_context(policy: BeliefPolicy, prior: Tensor, seed: int) -> Tensor:
     """Returns of a policy that is told the context, and sees the rest through its filter."""
     model = policy.model
-    prior = model.prior().detach().double()
     contexts = stratified(prior, AT_ONCE, offset=0.5)
     sure = one_hot(contexts, model.num_contexts).double()
     returns = play_out(model, Exploring(policy), contexts, sure, None, seed).episodes.returns

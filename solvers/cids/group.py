@@ -80,7 +80,7 @@ class ProcessGroup(SingleProcess):
         """Standard deviation and mean over all episodes of all processes, summed in float64."""
         own = values.detach().double()
         own = own.flatten() if axes is None else own.flatten(0, axes - 1)  # [n, …]
-        total, count = self._sum(torch.stack([own.sum(0), torch.full_like(own[0], len(own))]))
+        total, count = self._sum(torch.stack([own.sum(0), torch.full_like(own.sum(0), len(own))]))
         mean = total / count
         variance = self._sum((own - mean).square().sum(0)) / count
         return variance.sqrt().to(values.dtype), mean.to(values.dtype)

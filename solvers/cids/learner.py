@@ -192,6 +192,7 @@ class Learner:
             self.quality.lose(str(error), number)
         else:
             measured |= self.quality.measure(batch)
+            self.quality.note_lost(batch, number, self._take_more_particles)
             self.quality.judge(number, number == self.iterations, self._take_more_particles)
             phases.end("likelihood")
             with isolated(self.statistics.own_seed(seeds.gradient)), torch.enable_grad():
@@ -229,7 +230,7 @@ class Learner:
     def _batch(
         self, contexts: Tensor, prior: Tensor, seeds: Seeds, phases: Phases, measured: dict[str, float]
     ) -> Batch:
-        """A batch of episodes, with what a filter makes of them; their returns are measured in any case."""
+        """A batch of episodes, with what a filter makes of them; their returns are measured on the way."""
         if isinstance(self.policy, BeliefPolicy):
             with isolated(seeds.filter):
                 shares = self._now("told"), self._now("led")
@@ -329,6 +330,8 @@ class Learner:
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])
         if state["has_practised"]:
+            if self.far is None:
+                raise ValueError("has_practised: expected False, as nothing is far away")
             self.set_out_far()
         while 0 < getattr(self.experience.backend, "num_particles", 0) < state["particles"]:
             if not self._take_more_particles():

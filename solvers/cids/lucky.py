@@ -41,6 +41,7 @@ class Findings:
     """What a search found.
 
     Attributes:
+        prior: Prior over contexts, `[C]`, that averages are over.
         episodes: The luckiest ones of every context in which some were luckier than others; nothing is
             observed in them.
         plans: The actions, fixed in advance, that earned most in each context, `[C, T]`.
@@ -54,6 +55,7 @@ class Findings:
         unit: The median size of rewards that are not zero.
     """
 
+    prior: Tensor
     episodes: Episodes | None
     plans: Tensor
     leads: tuple[Tensor, Tensor]
@@ -71,13 +73,13 @@ class Findings:
 
 
 @torch.no_grad()
-def search(model: CPOMDP, seed: int = 0) -> Findings:
+def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Findings:
     """Look for episodes of high return, told nothing and filtering nothing: a step costs next to nothing.
 
     The first round has random actions, repeated for shorter or longer runs. Each further one goes back to
     moments of earlier rounds, half of them where it has hardly been, half of them on the way of the best
     episodes, and on from there. Luck is what pays more than doing the same thing all the time. The search
-    goes on while there is a context without any.
+    goes on while there is a context without any. Averages are over a prior `[C]`, the model's if left out.
     """
     C, T = model.num_contexts, model.horizon
     contexts = torch.arange(max(AT_ONCE // C, 32) * C, device=model.device) % C
@@ -102,18 +104,19 @@ def search(model: CPOMDP, seed: int = 0) -> Findings:
         worths = torch.cat([always, _returns_of(programs, plans[len(every) :].flatten(0, 1), C)])  # [P, C]
         rows, until = cells.earliest(found)
     assert kept.returns is not None
-    prior = model.prior().double()
-    constant = (always @ prior).max()
+    p = (model.prior() if prior is None else prior).detach().double()
+    constant = (always @ p).max()
     lucky_returns = kept.returns.double().view(C, -1).mean(1)  # [C]
-    informed = torch.maximum(worths.amax(0), lucky_returns) @ prior
+    informed = torch.maximum(worths.amax(0), lucky_returns) @ p
     lucky = _lucky(kept, enough).any(1)
     return Findings(
+        p,
         kept[lucky] if bool(lucky.any()) else None,
         plans[worths.argmax(0), torch.arange(C)],
         (found.actions[rows], until.clamp(max=T - 1)),
         run_length,
         float(constant),
-        float(always.amax(0) @ prior),
+        float(always.amax(0) @ p),
         max(float(informed - constant), 0.0),
         float(sizes.median()) if len(sizes) else 0.0,
     )
@@ -284,7 +287,7 @@ def best(episodes: Episodes, C: int) -> Episodes:
 def _pool(episodes: Episodes, cells: Cells, C: int) -> Episodes:
     """Those worth going back to: the best, and those that have been where the others have not."""
     assert episodes.returns is not None
-    half = AT_ONCE // C // 2 + 1
+    half = max(AT_ONCE // C // 2 + 1, KEPT)  # as many as are kept, so that every context has as many
     best = _top(episodes, episodes.returns.double(), C, half)
     rare = _top(episodes, cells.rarity(episodes).amax(1), C, half)
     return episodes[torch.cat([best, rare]).unique()]

@@ -19,6 +19,8 @@ LARGEST_GAP = 0.1
 """Nats between the two estimates of the information, beyond which likelihoods are too poor."""
 SMALLEST_ESS = 4
 """Effective number of particles, below which likelihoods and belief rewards rest on chance."""
+FEW_LOST = 0.01
+"""If no more than this share of a batch's episodes is lost, that is passed over."""
 JUDGED_BATCHES = 20
 """How many batches are averaged before likelihoods are judged."""
 MOST_LOST_BATCHES = 20
@@ -51,7 +53,8 @@ class LikelihoodQuality:
         measured = {name: float(batch.mean(values)) for name, values in kinds.items()}
         measured["entropy"] /= math.log(2)
         spread, gap = (float(moment) for moment in batch.spread(upper - lower))
-        error = spread**2 / (self.batch_size - 1) if self.batch_size > 1 else math.inf
+        number = self.batch_size * float(batch.mean(batch.own.double()))
+        error = spread**2 / (number - 1) if number > 1 else math.inf
         self.recent = [*self.recent[1 - JUDGED_BATCHES :], (gap, error, measured.get("ess", math.inf))]
         return measured
 
@@ -79,6 +82,17 @@ class LikelihoodQuality:
                 f"iteration {iteration}: the information about the context is only known within "
                 f"{gap:.2f} nats{particles}: likelihoods are noisy or biased. Use {REMEDY}",
                 stacklevel=8,
+            )
+
+    def note_lost(self, batch: Batch, iteration: int, improve: Callable[[], bool]) -> None:
+        """If some episodes were lost, have likelihoods improved; if that cannot be, warn."""
+        share = 0.0 if batch.lost is None else float(batch.mean(batch.lost.double()))
+        if share > FEW_LOST and not improve():
+            self._warn(
+                "some lost",
+                f"iteration {iteration}: {100 * share:.2g} % of the episodes teach nothing, because all "
+                f"particles died. Use {REMEDY}",
+                stacklevel=7,
             )
 
     def lose(self, error: str, iteration: int) -> None:

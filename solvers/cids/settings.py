@@ -80,13 +80,14 @@ class FitSettings:
             likelihood, chosen = policy.backend, True
         require(start is None or reads_belief, "start", start, 'None, unless policy="belief" imitates it')
         require(start is None or callable(start) or isinstance(start, Policy), "start", start, "a policy")
-        found = search(model) if reads_belief else None
+        priors = as_sampler(model, prior)
+        amortised = not isinstance(priors, OnePrior)
+        one = model.prior().detach().double() if amortised else priors(1)[0].to(model.device)
+        found = search(model, one) if reads_belief else None
         estimator, temperature, far = _defaults(model, estimator, temperature, variational, found, start)
         if learning_rate is None:
             first = 6e-3 if start is None else 2e-3
             learning_rate = Linear(first, 3e-4) if isinstance(estimator, ActorCritic) else Constant(1e-3)
-        priors = as_sampler(model, prior)
-        amortised = not isinstance(priors, OnePrior)
         if iterations is None:
             iterations = 4000 if variational else 600 if reads_belief else 800
             iterations = iterations * 3 // 2 if amortised else iterations
@@ -96,7 +97,7 @@ class FitSettings:
             goal,
             as_estimator(estimator),
             priors,
-            model.prior().detach().double() if amortised else priors(1)[0],
+            one,
             as_schedule("temperature", temperature),
             as_schedule("learning_rate", learning_rate, positive=True),
             require_count("iterations", iterations),
@@ -115,7 +116,8 @@ class FitSettings:
     def learner(self, policy: nn.Module, seed: int, group: SingleProcess) -> Learner:
         """A learner at its start."""
         leads = None if self.found is None else self.found.leads
-        pace = None if self.found is None else Pace(self.iterations, self.found.constant)
+        critic_first = 0 if self.start is None else min(CRITIC_FIRST, self.iterations // 4)
+        pace = None if self.found is None else Pace(self.iterations - critic_first, self.found.constant)
         return Learner(
             self.model,
             policy,
@@ -130,7 +132,7 @@ class FitSettings:
             seed,
             leads,
             pace,
-            0 if self.start is None else CRITIC_FIRST,
+            critic_first,
             self.adaptive,
             self.far,
         )
@@ -171,12 +173,16 @@ def _defaults(
         return estimator or by_name, falling if temperature is None else temperature, None
     far = None
     if found.is_far and start is None:
-        nat = per_nat(model, found.worth) if temperature is None else as_schedule("temperature", temperature)
+        nat = (
+            per_nat(found.prior, found.worth)
+            if temperature is None
+            else as_schedule("temperature", temperature)
+        )
         after = explorer(model, found) if estimator is None else as_estimator(estimator)
         far = FarGoal(practising(model, found), after, nat)
     if temperature is None:
         worth = found.worth if start is not None else found.constant_told - found.constant
-        temperature = per_nat(model, worth or found.unit)
+        temperature = per_nat(found.prior, worth or found.unit)
     return estimator or (NEAR if start is None else REFINING), temperature, far
 
 
@@ -219,9 +225,9 @@ def persistence(model: CPOMDP, found: Findings) -> float:
     return math.log(max((found.run_length - 1) * (model.num_actions - 1), 1.0))
 
 
-def per_nat(model: CPOMDP, worth: float) -> Schedule:
+def per_nat(prior: Tensor, worth: float) -> Schedule:
     """τ: some of what it is worth to know the context, for each nat of that, and less of it later."""
-    entropy = float(torch.distributions.Categorical(model.prior()).entropy())
+    entropy = float(torch.special.entr(prior).sum())
     nat = (worth or 1.0) / max(entropy, 0.1)
     return Geometric(float(f"{0.115 * nat:.3g}"), float(f"{0.0185 * nat:.3g}"), until=0.7)
 

@@ -243,9 +243,10 @@ def fit(
         learner = settings.learner(net, number, group)
         fitting = Fitting(learner, settings.describe(net, number), settings.prior, directory)
         _require_same_fit(group, fitting, checkpoint is not None)
+        resumed = group.broadcast({"resumed": saved is not None})["resumed"]
         if saved is not None:
             fitting.restore(saved)
-        else:
+        elif not resumed:
             _prepare(fitting, settings, policy in (None, "belief"), progress if first else False)
         fitting.share(group)  # the weights to begin with, or what was saved
 
@@ -287,7 +288,7 @@ def _judged(
         tau = float(learner.temperature(1.0))
         backend = learner.experience.backend
         trial = Trial(learner.model, backend, solution.prior, tau, seed_for(learner.seed, SEED))
-        lucky = search(learner.model) if settings.found is None else settings.found
+        lucky = search(learner.model, solution.prior) if settings.found is None else settings.found
         rival = before if settings.start is None else as_policy(settings.start)
         try:
             found = judge(trial, solution.policy, rival, lucky.plans)
@@ -474,6 +475,8 @@ def _policy(policy: nn.Module | str | None, settings: FitSettings, seed: int) ->
     if policy == "belief":
         return BeliefPolicy(settings.model, likelihood=settings.backend, seed=seed)
     net = as_learnable(policy)
+    if isinstance(net, BeliefPolicy):
+        net.backend = settings.backend
     if settings.amortised and not getattr(net, "amortised", True):
         raise invalid("policy", "one that does not read the prior", "LSTMPolicy(model, amortised=True), say")
     return net

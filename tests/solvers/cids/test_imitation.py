@@ -167,13 +167,14 @@ def test_a_fit_starts_from_the_rule():
     solution = cids.fit(
         model,
         start=majority,
-        iterations=3,
+        iterations=12,
         batch_size=100,
         seed=0,
         progress=False,
         callbacks=[lambda iteration, measured, policy: seen.append(agreement(policy, majority))],
     )
-    assert len(set(seen)) == 1
+    assert len(set(seen[:3])) == 1  # of a quarter of the iterations
+    assert len(set(seen)) > 1
     assert seen[0] >= 0.95
     ours = solution.evaluate(2000).returns
     theirs = simulate(model, majority, 2000, contexts="balanced", seed=1).returns

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import simulate
-from cpomdp_ppl.models import ContextualTiger, LineGrid, Office
+from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid, Office
 from solvers.cids.lucky import search
 
 
@@ -69,10 +69,29 @@ def test_where_nothing_is_better_nothing_is_lucky():
 def test_the_seed_alone_decides():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    one, same, other = (search(ContextualTiger(horizon=3), seed) for seed in (1, 1, 2))
+    one, same, other = (search(ContextualTiger(horizon=3), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(one.episodes.states, same.episodes.states)
     assert torch.equal(one.plans, same.plans)
     assert torch.equal(one.leads[0], same.leads[0])
     assert one.worth == same.worth
     assert not torch.equal(one.episodes.states, other.episodes.states)
+
+
+@pytest.mark.slow
+def test_many_contexts_are_searched_as_few_are():
+    """There are more contexts than a round's episodes would leave a full set of lucky ones for."""
+
+    class Shores(LightDark):
+        contexts = 40
+
+    assert search(Shores(horizon=4)).plans.shape == (40, 4)
+
+
+def test_averages_are_over_the_prior():
+    """Who is nearly sure of the context earns as much by doing the same thing as who is told."""
+    sure, open_ = (
+        search(LightDark(), torch.tensor(p, dtype=torch.float64)) for p in ([1.0, 0.0], [0.5, 0.5])
+    )
+    assert sure.constant == sure.constant_told > 15.0
+    assert open_.constant < 0.5 < 15.0 < open_.constant_told

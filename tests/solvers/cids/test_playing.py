@@ -345,7 +345,8 @@ def test_episodes_that_the_filter_lost_teach_nothing_and_spoil_nothing():
     lost = ~batch.alive.any(1)
     assert 5 < int(lost.sum()) < 55
     assert bool(batch.alive[~lost].all())
-    assert batch.own.tolist() == (~lost).tolist()
+    assert batch.lost.tolist() == lost.tolist()
+    assert bool(batch.own.all())  # they are measured
     assert bool(batch.log_posterior.exp().sum(2).isclose(torch.ones((), dtype=torch.float64)).all())
     assert bool(batch.rewards(belief=True).isfinite().all())
     assert bool(Information().information(batch).isfinite().all())
