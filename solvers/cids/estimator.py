@@ -265,6 +265,11 @@ def as_estimator(estimator: Estimator) -> Estimator:
     return estimator
 
 
+def still_to_come(payoffs: Tensor) -> Tensor:
+    """What is paid from each step on, `[B, T]`, given what the steps pay."""
+    return payoffs.flip(1).cumsum(1).flip(1)
+
+
 def standardised(values: Tensor, batch: Batch | Statistics) -> Tensor:
     """Numbers `[B, T, D]` in units of their spread over all episodes; those that do not vary become zero."""
     sd, mean = batch.spread(values, axes=2)

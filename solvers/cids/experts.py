@@ -25,7 +25,7 @@ from cpomdp_ppl.rng import index_at, isolated, seed_for
 from cpomdp_ppl.state import leaves, map_state
 from solvers.cids.batch import OWN, Batch
 from solvers.cids.belief_policy import Inputs
-from solvers.cids.estimator import Decisions, GradientStep
+from solvers.cids.estimator import Decisions, GradientStep, still_to_come
 from solvers.cids.lucky import best, where
 from solvers.cids.pace import Pace
 from solvers.cids.playing import play_out
@@ -250,7 +250,7 @@ class Practice:
     def _improve(self, batch: Batch) -> None:
         """A few gradient steps of policy and critic."""
         payoffs = batch.rewards(belief=False) * batch.alive
-        to_come = payoffs.flip(1).cumsum(1).flip(1)[batch.alive]
+        to_come = still_to_come(payoffs)[batch.alive]
         if not self.policy.critic.has_units:
             self.policy.critic.rescale(to_come)
         now = self._decide(batch)
@@ -285,7 +285,7 @@ class Practice:
             programs = Generative(self.policy.model)
             inputs = self.policy.encoding(Sight(programs, state, some.contexts.repeat_interleave(T), time))
             values = self.policy.values(inputs).double()
-        to_come = some.rewards.double().flip(1).cumsum(1).flip(1).flatten()
+        to_come = still_to_come(some.rewards.double()).flatten()
         luck = ((to_come - values) / max(size, 1e-8)).clamp(0.0, MOST_LUCKY).to(values)
         return inputs, some.actions.flatten(), previous_actions(some.actions).flatten(), luck
 

@@ -20,7 +20,7 @@ from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.critic import HistoryCritic, Trunk
-from solvers.cids.estimator import Decisions, GradientStep
+from solvers.cids.estimator import Decisions, GradientStep, still_to_come
 from solvers.cids.experience import Beginnings
 from solvers.cids.policy import Exploring, SequencePolicy, evaluate_actions, unroll
 from solvers.cids.priors import OnePrior, draw_priors
@@ -249,7 +249,7 @@ class Learner:
         """A few gradient steps of policy and critic on a batch."""
         now = self.decide(batch)
         payoffs = self.objective.payoffs(batch, now.log_probs.detach(), temperature) * batch.alive  # [B, T]
-        to_come = payoffs.flip(1).cumsum(1).flip(1)  # [B, T]
+        to_come = still_to_come(payoffs)  # [B, T]
         if not self.critic.has_units:  # it learns its units first
             self.critic.rescale(to_come[batch.alive], self.statistics)
             now = self.decide(batch)
