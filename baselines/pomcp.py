@@ -363,7 +363,7 @@ class POMCP(_TreeSearch):
         c = torch.tensor([state.context for state in states], device=self.rows.device)
         a = action.repeat_interleave(torch.tensor(sizes, device=action.device))
         known = torch.tensor([state.log_posterior for state in states], dtype=torch.float64)
-        moved = self.rows.of(programs.move(self.rows.state(x), a, c)[0])
+        moved = self.rows.of(programs.move(self.rows.state(x), a, c).state)
         parts = zip(moved.split(sizes), c.split(sizes), known.split(sizes), strict=True)
         return [particles(x, c, time, known) for x, c, known in parts]
 

@@ -278,8 +278,9 @@ class Rollouts:
         T = self.programs.model.horizon
         total = torch.zeros(len(time), dtype=torch.float64, device=time.device)
         for ahead in range(T - int(time.min())):
-            state, reward = self.programs.move(state, action, context)
-            total += torch.where(time + ahead < T, reward, 0.0)
+            moved = self.programs.move(state, action, context)
+            state = moved.state
+            total += torch.where(time + ahead < T, moved.reward, 0.0)
             if redraw:
                 action = torch.randint_like(action, self.programs.model.num_actions)
         return total

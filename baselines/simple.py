@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.arrays import as_indices
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.policy import as_policy
+from cpomdp_ppl.policy import action_probabilities, as_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,17 +268,9 @@ def decide_by(
 ) -> tuple[Decision, list[Any]]:
     """Let every policy decide, and take in each episode `[B]` the decision of its context's policy."""
     decided = [policy.act(history, memory) for policy, memory in zip(policies, memories, strict=True)]
-    probabilities = torch.stack([as_probabilities(each, num_actions) for each, _ in decided])  # [C, B, A]
-    chosen = probabilities[context, torch.arange(len(context), device=context.device)]
+    each = torch.stack([action_probabilities(decision, num_actions) for decision, _ in decided])  # [C, B, A]
+    chosen = each[context, torch.arange(len(context), device=context.device)]
     return dist.Categorical(probs=chosen), [memory for _, memory in decided]
-
-
-def as_probabilities(decision: Decision, num_actions: int) -> Tensor:
-    """Probabilities of actions, `[B, A]`."""
-    if isinstance(decision, Tensor):
-        return one_hot(decision, num_actions).to(torch.get_default_dtype())
-    probs: Tensor = decision.probs
-    return probs
 
 
 def as_action(argument: str, model: CPOMDP, action: int | str) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution
 
 from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.inference.choice import backend_for
@@ -102,8 +102,10 @@ class Agent:
             raise RuntimeError(f"the episode is over after {self.model.horizon} steps")
         with self._stream, torch.no_grad(), self.model.running():
             decision, self._memory = self.policy.act(history, self._memory)
-            if isinstance(decision, Categorical):
-                decision = decision.logits.argmax(-1) if self.greedy else decision.sample()
+            if isinstance(decision, Categorical) and self.greedy:
+                decision = decision.logits.argmax(-1)
+            elif isinstance(decision, Distribution):
+                decision = decision.sample()
         action = int(decision[0])
         require(0 <= action < self.model.num_actions, "policy", action, "one of the model's actions")
         self._pending = action

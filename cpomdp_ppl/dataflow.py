@@ -98,7 +98,7 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
             given = [map_state(torch.clone, x) for x in (state, a, context)]
             with Exits(followed.flow), followed.flow, followed:
                 followed.flow.mark(given, frozenset({INPUT}))
-                model.observation(*given)
+                model.percept(*given)
             _try_other_values(model, given, followed)
             found.append(followed)
     sites = list(signature.observations)
@@ -280,7 +280,7 @@ def _try_other_values(model: CPOMDP, given: list[Any], followed: _Followed) -> N
             with warnings.catch_warnings(), suppress(Exception), Recorded() as again:
                 warnings.simplefilter("ignore")  # such a value may well be one that the site cannot have
                 with poutine.condition(data=changed):
-                    model.observation(*given)
+                    model.percept(*given)
             for name, after in again.sites.items():
                 before = followed.sites.get(name)
                 if before is None or name == parent:

@@ -31,17 +31,18 @@ class Episodes:
     observation where `observed` is false. Whatever a caller left there is overwritten with zeros.
 
     Attributes:
-        actions: int64 `[B, T]`.
+        actions: int64 `[B, T]`; continuous ones are real numbers `[B, T, D]`.
         observations: By site, `[B, T, …]`.
         observed: By site, bool `[B, T]` (`[B, T, …]` for sites in plates of the program).
         lengths: int64 `[B]`; None means T for all.
         contexts: int64 `[B]`, if known.
         states: A state with leaves `[B, T + 1, …]`, if known.
         rewards: `[B, T]`, if known.
-        returns: `[B]`, if known; computed from `rewards` if those are.
+        returns: `[B]`, if known; computed from `rewards` if those are: `Σ_t γ^t r_t`.
         initial_observations: By site, `[B, …]`: what was seen before the first action, for models that
             ask for it.
         initially_observed: By site, bool `[B]`.
+        discount: What a reward is worth a step later, γ.
 
     Args:
         zeroed: Promises that unobserved values are zero already and all others are finite, which saves
@@ -58,17 +59,21 @@ class Episodes:
     returns: Tensor | None = None
     initial_observations: Mapping[str, Tensor] | None = None
     initially_observed: Mapping[str, Tensor] | None = None
+    discount: float = 1.0
     zeroed: InitVar[bool] = False
 
     def __post_init__(self, zeroed: bool) -> None:
         require(
-            isinstance(self.actions, Tensor) and self.actions.dim() == 2,
+            isinstance(self.actions, Tensor) and self.actions.dim() in (2, 3),
             "actions",
             getattr(self.actions, "shape", self.actions),
-            "a tensor of shape [B, T]",
+            "a tensor of shape [B, T], or [B, T, D] of continuous actions",
         )
-        require(self.actions.dtype == torch.long, "actions", self.actions.dtype, "torch.int64")
-        B, T = self.actions.shape
+        continuous = self.actions.dim() == 3
+        proper = self.actions.is_floating_point() if continuous else self.actions.dtype == torch.long
+        require(proper, "actions", self.actions.dtype, "real numbers" if continuous else "torch.int64")
+        require(0 < self.discount <= 1, "discount", self.discount, "a number above 0 and at most 1")
+        B, T = self.actions.shape[:2]
         require(B > 0 and T > 0, "actions", tuple(self.actions.shape), "at least one episode and one step")
         if self.lengths is None:
             self._set(lengths=torch.full((B,), T, device=self.actions.device))
@@ -93,7 +98,7 @@ class Episodes:
                 initial_observations=map_state(filled, self.initial_observations, self.initially_observed),
             )
         if self.rewards is not None:
-            self._set(returns=self.rewards.sum(1))
+            self._set(returns=discounted(self.rewards, self.discount).sum(1))
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -171,6 +176,11 @@ class Episodes:
         return self.actions.shape[1]
 
     @property
+    def alive(self) -> Tensor:
+        """Which steps belong to their episode, bool `[B, T]`."""
+        return torch.arange(self.horizon, device=self.device) < self.lengths[:, None]
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors live."""
         return self.actions.device
@@ -210,8 +220,8 @@ class Episodes:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Any) -> Episodes:
-        parts = {field.name: map_state(function, getattr(self, field.name)) for field in fields(self)}
-        return Episodes(**parts, zeroed=True)  # as they are: nothing is left to be looked for, or filled
+        parts = {name: map_state(function, getattr(self, name)) for name in ARRAYS}
+        return replace(self, **parts, zeroed=True)  # nothing is left to be looked for, or filled
 
     def truncated(self, lengths: Tensor | int) -> Episodes:
         """The same episodes cut short: no longer than `lengths` (a number, or `[B]`)."""
@@ -233,6 +243,8 @@ class Episodes:
         sites = list(parts[0].observations)
         for part in parts:
             require(set(part.observations) == set(sites), "parts", list(part.observations), f"sites {sites}")
+            same = part.discount == parts[0].discount
+            require(same, "parts", f"discount {part.discount}", f"{parts[0].discount}, as of the first")
         T = max(part.horizon for part in parts)
         padded = [part._padded(T) for part in parts]
 
@@ -242,7 +254,7 @@ class Episodes:
                 return None
             return map_state(lambda *tensors: torch.cat(tensors), *values)
 
-        return Episodes(**{field.name: joined(field.name) for field in fields(Episodes)})
+        return Episodes(**{name: joined(name) for name in ARRAYS}, discount=parts[0].discount)
 
     def _padded(self, T: int) -> Episodes:
         extra = T - self.horizon
@@ -280,12 +292,12 @@ class Episodes:
 
         Args:
             model: The model that the data are said to come from; shapes and ranges are checked against it.
-            actions: `[B, T]`, indices or names.
+            actions: `[B, T]`, indices or names; `[B, T, D]`, if they are continuous.
             observations: By site, `[B, T, …]`.
             observed: By site, bool `[B, T]`. Left out, a value counts as observed unless it is NaN, or masked
                 in a NumPy masked array. Integers and booleans have no NaN: of a site that the program masks
                 out somewhere in these episodes, they need one of the others, or `observed`.
-            lengths: `[B]`; left out, every episode has T steps.
+            lengths: `[B]`; left out, every episode has T steps, or ends where the site `ended` says so.
             contexts: `[B]`, indices or names, if known.
             states: `[B, T + 1, …]`, or a dict of such, if known.
             rewards: `[B, T]`, if known.
@@ -316,6 +328,7 @@ class Episodes:
             returns=arrays.returns(returns),
             initial_observations=first,
             initially_observed=first_seen,
+            discount=model.discount,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -335,3 +348,18 @@ class Episodes:
         from cpomdp_ppl.episodes_file import load_episodes
 
         return load_episodes(path)
+
+
+ARRAYS = tuple(field.name for field in fields(Episodes) if field.name != "discount")
+"""The fields of `Episodes` that are tensors, or trees of them."""
+
+
+def discounted(rewards: Tensor, discount: float) -> Tensor:
+    """Rewards `[B, T]` as they are worth at the start, `γ^t r_t`."""
+    return rewards if discount == 1 else rewards * discount_factors(discount, rewards)
+
+
+def discount_factors(discount: float, like: Tensor) -> Tensor:
+    """`γ^t` for t = 0 … T − 1, `[T]`, of the type and on the device of a series `[B, T]`."""
+    steps = torch.arange(like.shape[1], dtype=torch.float64, device=like.device)
+    return torch.as_tensor(discount, dtype=torch.float64, device=like.device).pow(steps).to(like.dtype)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
 
-from cpomdp_ppl.episodes import Episodes
+from cpomdp_ppl.episodes import ARRAYS, Episodes
 from cpomdp_ppl.errors import EpisodesFileError, require
 from cpomdp_ppl.experiments.files import write_atomic
 
@@ -24,9 +23,9 @@ FORMAT = "cpomdp_ppl.Episodes 1"
 
 def save_episodes(episodes: Episodes, path: str | os.PathLike[str]) -> None:
     """Write a file, all of it or nothing."""
-    arrays: dict[str, Any] = {"format": np.array(FORMAT)}
-    for field in fields(episodes):
-        arrays |= _entries(field.name, getattr(episodes, field.name))
+    arrays: dict[str, Any] = {"format": np.array(FORMAT), "discount": np.array(episodes.discount)}
+    for name in ARRAYS:
+        arrays |= _entries(name, getattr(episodes, name))
 
     def save(place: Path) -> None:
         with place.open("xb") as file:  # given a name alone, NumPy would add a suffix to it
@@ -49,7 +48,9 @@ def load_episodes(path: str | os.PathLike[str]) -> Episodes:
     if found is None or str(found) != FORMAT:
         raise EpisodesFileError(f"{path}: expected format '{FORMAT}', found '{found}'")
     try:
-        return Episodes(**_from_entries(arrays))
+        discount = arrays.pop("discount", None)  # files from before there was any have none
+        parts = _from_entries(arrays)
+        return Episodes(**parts, discount=1.0 if discount is None else float(discount))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise EpisodesFileError(f"{path}: {error}") from error
 
@@ -78,11 +79,10 @@ def _entries(name: str, value: Any) -> dict[str, Any]:
 
 def _from_entries(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `_entries` for the fields of `Episodes`."""
-    known = {field.name for field in fields(Episodes)}
     values: dict[str, Any] = {"observations": {}, "observed": {}}
     for name, array in arrays.items():
         *branches, leaf = map(unquote, name.split("/"))
-        require((branches or [leaf])[0] in known, "entry", name, f"one of {sorted(known)}")
+        require((branches or [leaf])[0] in ARRAYS, "entry", name, f"one of {sorted(ARRAYS)}")
         target = values
         for branch in branches:
             target = target.setdefault(branch, {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,11 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.check import definition_faults, program_faults
-from cpomdp_ppl.errors import ModelError, as_integer, require_count
+from cpomdp_ppl.errors import ModelError, UnsupportedModelError, as_integer, require_count
 from cpomdp_ppl.rollout import rollout
+from cpomdp_ppl.signature import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,22 +29,27 @@ if TYPE_CHECKING:
     from cpomdp_ppl.state import State
 
 
+REWARD_PARAMETERS = 4
+"""Those of `reward(self, state, action, context)`."""
+
+
 class CPOMDP(PyroModule):
     """A family of POMDPs that share states and actions, and differ by a hidden context.
 
     A context is drawn once and stays for the episode. At time t the agent is in state `s_t`, picks
-    `a_t` from what it has seen, earns `r_c(s_t, a_t)`, moves to `s_{t+1}` and sees `o_{t+1}`. The agent
-    does not see rewards.
+    `a_t` from what it has seen, earns `r_c(s_t, a_t)`, moves to `s_{t+1}` and sees `o_{t+1}`, and whether the
+    episode has ended there, if it can. The agent does not see rewards.
 
-    Subclasses set the attributes below and write four programs. Programs are written as in Pyro: every
-    argument broadcasts, and the engine inserts axes for contexts, episodes and particles to the left of
+    Subclasses set the attributes below and write four programs, or five. Programs are written as in Pyro:
+    every argument broadcasts, and the engine inserts axes for contexts, episodes and particles to the left of
     whatever the program itself uses. A state is a tensor or a dict of tensors; contexts and actions are
-    int64 indices.
+    int64 indices, and continuous actions have an axis of their own on the right, `[…, D]`.
 
     Attributes:
         contexts: Names of the contexts, or their number.
-        actions: Names of the actions, or their number.
-        horizon: Number of steps T of an episode.
+        actions: Names of the actions, or their number; or a `Box` of continuous ones.
+        horizon: Number of steps T of an episode, at most.
+        discount: What a reward is worth a step later, γ: the return is `Σ_t γ^t r_t`.
         context_prior: Probabilities `[C]`, which may be a `PyroParam`, a parameter or a buffer; None, or not
             set, means uniform.
         states: Number of states, if there are finitely many; a state is then an index `0 … states - 1`
@@ -65,8 +74,9 @@ class CPOMDP(PyroModule):
     """
 
     contexts: Sequence[str] | int
-    actions: Sequence[str] | int
+    actions: Sequence[str] | int | Box
     horizon: int
+    discount: float = 1.0
     context_prior: Sequence[float] | Tensor | None  # no default: it would hide a parameter of this name
     states: int | None = None
     initial_observation: bool = False
@@ -89,9 +99,44 @@ class CPOMDP(PyroModule):
         it is itself an observation, so make it a site (`detected`) and its value the mask.
         """
 
-    @abstractmethod
-    def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
-        """The reward of taking `action` in `state`: a function, without sample sites."""
+    if TYPE_CHECKING:
+        reward: Callable[..., Tensor]  # of three arguments, or of four
+    else:
+
+        @abstractmethod
+        def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+            """The reward of taking `action` in `state`: a function, without sample sites.
+
+            A model that pays for where one lands writes `reward(self, state, action, context, next_state)`.
+            """
+
+    def ends(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+        """Whether the episode ends in `state` after `action`: truth values, or the probability of it.
+
+        Models whose episodes may end before the horizon write this program, which has no sample sites. The
+        agent sees whether they do: that is one more observation site, `ended`, so that to go on is evidence,
+        too. What `observation` shows of the last state is still seen.
+        """
+        raise NotImplementedError
+
+    def percept(self, state: Any, action: Any, context: Tensor) -> None:
+        """All that the agent gets to know of `state` after `action`: `observation`, and the site `ended`."""
+        self.observation(state, action, context)
+        if self.can_end:
+            chance = torch.zeros(()) if action is None else self.ends(state, action, context)
+            chance = chance if chance.is_floating_point() else chance.to(torch.get_default_dtype())
+            end = dist.Bernoulli(chance)
+            pyro.sample(ENDED, end.mask(False) if action is None else end)
+
+    @property
+    def can_end(self) -> bool:
+        """Whether episodes may end before the horizon."""
+        return type(self).ends is not CPOMDP.ends
+
+    @property
+    def pays_on_arrival(self) -> bool:
+        """Whether rewards depend on the next state, too."""
+        return _num_parameters(type(self).reward) > REWARD_PARAMETERS
 
     @property
     def num_contexts(self) -> int:
@@ -99,9 +144,18 @@ class CPOMDP(PyroModule):
         return _number(self.contexts)
 
     @property
+    def box(self) -> Box | None:
+        """The box of continuous actions; None if they are finitely many."""
+        return self.actions if isinstance(self.actions, Box) else None
+
+    @property
     def num_actions(self) -> int:
-        """Number of actions."""
-        return _number(self.actions)
+        """Number of actions.
+
+        Raises:
+            UnsupportedModelError: If they are continuous.
+        """
+        return _number(self._finite_actions)
 
     @property
     def context_names(self) -> tuple[str, ...]:
@@ -110,8 +164,18 @@ class CPOMDP(PyroModule):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Name of every action."""
-        return _names(self.actions)
+        """Name of every action.
+
+        Raises:
+            UnsupportedModelError: If they are continuous; `box.names` are those of the axes.
+        """
+        return _names(self._finite_actions)
+
+    @property
+    def _finite_actions(self) -> Sequence[str] | int:
+        if isinstance(self.actions, Box):
+            raise UnsupportedModelError(f"{type(self).__name__} has continuous actions, not a list of them")
+        return self.actions
 
     @property
     def device(self) -> torch.device:
@@ -204,6 +268,11 @@ class CPOMDP(PyroModule):
         faults = program_faults(self)
         if faults:
             raise ModelError(type(self).__name__, faults)
+
+
+@cache
+def _num_parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
 
 
 def _number(names: Sequence[str] | int) -> int:

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
+from torch.nn.functional import one_hot
 
-from cpomdp_ppl.errors import require, require_count
+from cpomdp_ppl.actions import Box
+from cpomdp_ppl.errors import as_integer, invalid, require, require_count
+from cpomdp_ppl.signature import ENDED
 from cpomdp_ppl.state import stack_in_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-Decision: TypeAlias = Tensor | dist.Categorical
-"""Actions `[B]` (int64), or a `Categorical` over actions with batch shape `[B]`."""
+Decision: TypeAlias = Tensor | torch.distributions.Distribution
+"""Actions `[B]` (int64), or a `Categorical` over them with batch shape `[B]`.
+
+Of a model with continuous actions: actions `[B, D]`, or a distribution with batch shape `[B]` and event shape
+`[D]`.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Percept:
     """What the agent learned in one step, for B episodes at once.
 
     Attributes:
-        action: The action it had taken, `[B]`; None before the first.
+        action: The action it had taken, `[B]` or, if continuous, `[B, D]`; None before the first.
         observations: What it then saw, by site, `[B, …]`; zero where it saw nothing.
         observed: Whether it saw it, by site, bool `[B]` (`[B, …]` for sites in plates of the program).
     """
@@ -32,6 +40,14 @@ class Percept:
     action: Tensor | None
     observations: Mapping[str, Tensor]
     observed: Mapping[str, Tensor]
+
+    @property
+    def ended(self) -> Tensor:
+        """Whether the episode has ended with this step, bool `[B]`; never, for models that cannot end."""
+        if ENDED in self.observations:
+            return (self.observations[ENDED] != 0) & self.observed[ENDED]
+        flags = next(iter(self.observed.values()))
+        return flags.new_zeros(len(flags))
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class History:
 
     @property
     def actions(self) -> Tensor:
-        """All actions so far, `[B, t]`."""
+        """All actions so far, `[B, t]` or, if continuous, `[B, t, D]`."""
         if not self.time:
             flags = next(iter(self.percepts[0].observed.values()))
             return torch.zeros(len(flags), 0, dtype=torch.long, device=flags.device)
@@ -107,7 +123,7 @@ class Policy(Protocol):
             memory: What this policy returned at the step before (or from `start`).
 
         Returns:
-            Actions `[B]` or a `Categorical` over them, and the new memory.
+            The decision, and the new memory.
         """
         ...
 
@@ -126,21 +142,27 @@ class RandomPolicy:
     """Every action equally likely, whatever was seen.
 
     Args:
-        num_actions: How many actions there are: `model.num_actions`.
+        actions: Those of the model, `model.actions`: names, their number, or a `Box`.
     """
 
-    num_actions: int
+    actions: int | Sequence[str] | Box
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_actions", require_count("num_actions", self.num_actions))
+        if not isinstance(self.actions, Box):
+            number = as_integer(self.actions)
+            named = number is None and not isinstance(self.actions, str) and hasattr(self.actions, "__len__")
+            many = len(self.actions) if named else self.actions  # type: ignore[arg-type]
+            object.__setattr__(self, "actions", require_count("actions", many))
 
-    def start(self, prior: Tensor) -> UniformActions:
+    def start(self, prior: Tensor) -> Any:
         """The decision, which is always the same."""
-        logits = torch.zeros(self.num_actions, device=prior.device)
-        decision: UniformActions = UniformActions(logits=logits).expand(prior.shape[:1])  # type: ignore[no-untyped-call]
-        return decision
+        B = prior.shape[:1]
+        if isinstance(self.actions, Box):
+            return self.actions.uniform(torch.zeros((), device=prior.device)).expand(B)
+        logits = torch.zeros(self.actions, device=prior.device)  # type: ignore[arg-type]
+        return UniformActions(logits=logits).expand(B)  # type: ignore[no-untyped-call]
 
-    def act(self, history: History, memory: UniformActions) -> tuple[Decision, UniformActions]:
+    def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
         """A uniform choice."""
         return memory, memory
 
@@ -150,7 +172,7 @@ class FunctionPolicy:
     """A plain function of the history as a policy.
 
     Args:
-        function: Takes a `History` and returns actions `[B]` or a `Categorical` over them.
+        function: Takes a `History` and returns a decision: actions `[B]`, for instance.
 
     Examples:
         >>> go_right = FunctionPolicy(lambda history: torch.ones(history.num_episodes, dtype=torch.long))
@@ -169,6 +191,15 @@ class FunctionPolicy:
     def act(self, history: History, memory: None) -> tuple[Decision, None]:
         """Call the function."""
         return self.function(history), None
+
+
+def action_probabilities(decision: Decision, num_actions: int) -> Tensor:
+    """A decision between finitely many actions as their probabilities, `[B, A]`."""
+    if isinstance(decision, Tensor):
+        return one_hot(decision, num_actions).to(torch.get_default_dtype())
+    if not isinstance(decision, Categorical):
+        raise invalid("policy", decision, "actions [B] or a Categorical over them")
+    return decision.probs
 
 
 def as_policy(policy: Policy | Callable[[History], Decision], argument: str = "policy") -> Policy:

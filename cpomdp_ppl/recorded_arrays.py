@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import as_actions, require_actions
 from cpomdp_ppl.arrays import (
     as_indices,
     as_tensor,
@@ -39,7 +40,7 @@ class RecordedArrays:
     """What `Episodes.from_arrays` is given, argument by argument, as tensors of the right shapes and types.
 
     Attributes:
-        actions: int64 `[B, T]`.
+        actions: int64 `[B, T]`, or real numbers `[B, T, D]`.
         lengths: int64 `[B]`.
         taken: Which steps belong to their episode, bool `[B, T]`.
     """
@@ -47,10 +48,10 @@ class RecordedArrays:
     def __init__(self, model: CPOMDP, actions: Any, lengths: Any) -> None:
         require_model(model)
         self.model, self.signature = model, signature(model)
-        self.actions = as_indices("actions", actions, model.action_names).to(model.device)
-        shape = tuple(self.actions.shape)
-        require(len(shape) == 2, "actions", shape, "an array of 2 axes")
-        B, T = shape
+        self.actions = as_actions("actions", actions, model)
+        shape, axes = tuple(self.actions.shape), 2 if model.box is None else 3
+        require(len(shape) == axes, "actions", shape, f"an array of {axes} axes")
+        B, T = shape[:2]
         require(model.horizon >= T, "actions", shape, f"at most {model.horizon} steps (the horizon)")
         n = torch.full((B,), T) if lengths is None else as_tensor("lengths", lengths)
         require(n.shape == (B,), "lengths", tuple(n.shape), f"shape [{B}]")
@@ -58,7 +59,7 @@ class RecordedArrays:
         require(bool(((n >= 1) & (n <= T)).all()), "lengths", n.tolist(), f"1 to {T} steps in every episode")
         self.lengths = n.to(model.device)
         self.taken = torch.arange(T, device=model.device) < self.lengths[:, None]  # [B, T]
-        _require_range("actions", self.actions, model.action_names, self.taken)
+        require_actions("actions", self.actions, model, self.taken)
 
     def observations(self, values: Any, observed: Any) -> tuple[Sites, Sites]:
         """Values by site, `[B, T, …]`, and which of them were observed, bool `[B, T, *plates]`."""
@@ -166,13 +167,14 @@ class RecordedArrays:
         axes = self.lengths.shape if initially else self.taken.shape
         plate_axes = (1,) * model.max_plate_nesting
         context = torch.zeros((1, *plate_axes), dtype=torch.long, device=model.device)
-        action = torch.where(self.taken, self.actions, 0).reshape(-1, *plate_axes)
+        action = filled(self.actions, self.taken)
+        action = action.reshape(-1, *plate_axes, *action.shape[2:])
         data = {name: value.flatten(0, len(axes) - 1) for name, value in values.items()}
         batched = Batched((axes.numel(),), model.max_plate_nesting)
         with isolated(0), torch.no_grad(), poutine.block(), model.running(), batched:
             state = model.initial(context)
             with poutine.condition(data=data), Recorded() as program:
-                model.observation(state, None if initially else action, context)
+                model.percept(state, None if initially else action, context)
         for name in names:
             shape = flags[name].shape
             mask = torch.as_tensor(mask_of(program.sites[name]), device=model.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pyro
@@ -11,6 +12,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import Reshaped, require_actions, some_action
 from cpomdp_ppl.arrays import as_indices, filled, how_many_fit, pieces
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
@@ -65,7 +67,7 @@ def simulate(
         >>> from cpomdp_ppl import RandomPolicy
         >>> from cpomdp_ppl.models import LightDark
         >>> model = LightDark()
-        >>> simulate(model, RandomPolicy(model.num_actions), 1000, contexts="balanced", seed=0)
+        >>> simulate(model, RandomPolicy(model.actions), 1000, contexts="balanced", seed=0)
         Episodes(B=1000, T=20, sites=['z'], known=['contexts', 'states', 'rewards', 'returns'], device='cpu')
     """
     require_model(model)
@@ -147,6 +149,7 @@ def rollout(
     plate_axes = (1,) * model.max_plate_nesting
     c = context.reshape(S + plate_axes)
     B = S[0] if S else 1
+    own = some_action(model).shape
 
     # What a policy samples is hidden from handlers outside; what it learns (its params) is not.
     private = poutine.block(hide_types=["sample", "observe"])
@@ -156,27 +159,39 @@ def rollout(
     percept = blind(sig, B, context.device)
     if model.initial_observation:
         with Recorded(0) as seen:
-            model.observation(state, None, c)
+            model.percept(state, None, c)
         percept = percept_of(sig, seen, None, S)
 
     history = History((percept,))
     with private:
         memory = policy.start(prior.expand(B, model.num_contexts))
-    states = [state]
+    states, lengths = [state], torch.zeros(B, dtype=torch.long, device=context.device)
+    alive = torch.ones(B, dtype=torch.bool, device=context.device)
     for t in range(model.horizon):
+        # What is drawn for episodes that are over counts for nothing, and nobody sees it.
+        counting = alive.reshape(S + plate_axes)
+        going_on = poutine.mask(mask=counting) if model.can_end else nullcontext()  # type: ignore[call-overload]
         with private:
             decision, memory = policy.act(history, memory)
-        a = pyro.sample(f"a_{t}", _action_site(decision, model.num_actions, S, plate_axes))
-        with Recorded(t + 1):
-            state = sig.broadcast(model.transition(state, a, c), S)
-        with Recorded(t + 1) as seen:
-            model.observation(state, a, c)
+        with going_on:
+            a = pyro.sample(f"a_{t}", _action_site(decision, model, S, plate_axes))
+            with Recorded(t + 1):
+                state = sig.broadcast(model.transition(state, a, c), S)
+            with Recorded(t + 1) as seen:
+                model.percept(state, a, c)
+        if model.box is not None:
+            require_actions("policy", a, model)
         states.append(state)
-        history = history.extended(percept_of(sig, seen, by_episode(a, S, plate_axes).reshape(B), S))
+        taken = by_episode(a, S, plate_axes + a.shape[len(S + plate_axes) :]).reshape(B, *own)
+        history = history.extended(percept_of(sig, seen, taken, S))
+        lengths += alive
+        if model.can_end:
+            alive = alive & ~history.latest.ended
 
     path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
     return Episodes(
         actions=history.actions,
+        lengths=lengths,
         observations={site: values[:, 1:] for site, values in history.observations.items()},
         observed={site: flags[:, 1:] for site, flags in history.observed.items()},
         contexts=context.reshape(B),
@@ -186,6 +201,7 @@ def rollout(
         rewards=_rewards(model, path, history.actions, c),
         initial_observations=percept.observations if model.initial_observation else None,
         initially_observed=percept.observed if model.initial_observation else None,
+        discount=model.discount,
         zeroed=True,
     )
 
@@ -224,16 +240,21 @@ def percept_of(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.S
 
 
 def _rewards(model: CPOMDP, path: Any, actions: Tensor, c: Tensor) -> Tensor:
-    """Rewards `[B, T]` of states with leaves `[T + 1, B, …]` and actions `[B, T]`, many steps in a call.
+    """Rewards `[B, T]` of states with leaves `[T + 1, B, …]` and actions `[B, T, …]`, many steps in a call.
 
     Many steps in a call save the cost of calls; too many do not fit in the cache, which costs more.
     """
-    B, T = actions.shape
-    a = actions.T.reshape(T, *c.shape)
+    B, T = actions.shape[:2]
+    a = actions.movedim(1, 0).reshape(T, *c.shape, *actions.shape[2:])
     rewards = []
     for times in pieces(T, how_many_fit(CELLS_AT_ONCE, B)):
         states = map_state(lambda leaf, times=times: leaf[times], path)
-        rewards.append(as_reward(model.reward(states, a[times], c[None])).expand(a[times].shape))
+        arrival: tuple[Any, ...] = ()
+        if model.pays_on_arrival:
+            later = slice(times.start + 1, times.stop + 1)
+            arrival = (map_state(lambda leaf, times=later: leaf[times], path),)
+        reward = as_reward(model.reward(states, a[times], c[None], *arrival))
+        rewards.append(reward.expand(times.stop - times.start, *c.shape))
     return torch.cat(rewards).reshape(T, B).T
 
 
@@ -251,9 +272,12 @@ def as_reward(reward: Tensor | float) -> Tensor:
     return torch.as_tensor(reward, dtype=torch.get_default_dtype())
 
 
-def _action_site(decision: Decision, num_actions: int, S: torch.Size, plate_axes: tuple[int, ...]) -> Any:
+def _action_site(decision: Decision, model: CPOMDP, S: torch.Size, plate_axes: tuple[int, ...]) -> Any:
     """A decision as the distribution of the action site, with the engine's axes."""
     B = S[0] if S else 1
+    if model.box is not None:
+        return _continuous_site(decision, model, B, S + plate_axes)
+    num_actions = model.num_actions
     if isinstance(decision, torch.distributions.Categorical):
         shape = decision.param_shape
         if shape != (B, num_actions):
@@ -275,6 +299,24 @@ def _action_site(decision: Decision, num_actions: int, S: torch.Size, plate_axes
     if lowest < 0 or highest >= num_actions:
         raise invalid("policy", f"actions from {lowest} to {highest}", f"actions 0 to {num_actions - 1}")
     return dist.Delta(decision.long().reshape(S + plate_axes))
+
+
+def _continuous_site(decision: Decision, model: CPOMDP, B: int, axes: tuple[int, ...]) -> Any:
+    """As `_action_site`, of continuous actions."""
+    box = model.box
+    assert box is not None
+    if isinstance(decision, torch.distributions.Distribution):
+        shapes = decision.batch_shape, decision.event_shape
+        if shapes != ((B,), (box.dim,)):
+            found = f"a distribution of batch shape {list(shapes[0])} and event shape {list(shapes[1])}"
+            raise invalid("policy", found, f"batch shape [{B}] and event shape [{box.dim}]")
+        return Reshaped(decision, axes)
+    if not isinstance(decision, Tensor):
+        raise invalid("policy", decision, f"actions [B, {box.dim}], or a distribution over them")
+    if not decision.is_floating_point() or decision.shape != (B, box.dim):
+        found = f"{decision.dtype} of shape {list(decision.size())}"
+        raise invalid("policy", found, f"real actions of shape [{B}, {box.dim}]")
+    return dist.Delta(decision.reshape(*axes, box.dim), event_dim=1)
 
 
 def _require_probabilities(decision: torch.distributions.Categorical) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from cpomdp_ppl.actions import some_action
 from cpomdp_ppl.dataflow import Dependencies
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError
 from cpomdp_ppl.handlers import Batched, Recorded
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
 
 
+ENDED = "ended"
+"""The observation site that tells whether the episode has ended."""
 MAX_CLASSES = 64
 """Integers from a longer range than this are numbers, not classes."""
 
@@ -125,7 +128,7 @@ def read_signature(model: CPOMDP) -> Signature:
     with torch.no_grad(), poutine.block(), model.running(), Batched((), model.max_plate_nesting):
         state = model.initial(zero)
         with Recorded() as program:
-            model.observation(state, zero, zero)
+            model.percept(state, some_action(model, plate_axes), zero)
     sites = {}
     for name, site in program.sites.items():
         if not bool(torch.as_tensor(site["scale"] == 1).all()):

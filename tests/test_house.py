@@ -180,7 +180,7 @@ def inference() -> Iterator[str]:
 
 
 LAYERS = (
-    ("language", "errors arrays state rng progress handlers signature dataflow model check"),
+    ("language", "errors arrays actions state rng progress handlers signature dataflow model check"),
     ("experiments", "experiments sweep"),
     ("native", "native"),
     ("playing", "prior recorded_arrays episodes episodes_file policy rollout generative encoding"),

@@ -364,5 +364,5 @@ def test_a_history_knows_its_size_and_starts_empty():
 def test_policies_of_nothing_are_refused():
     with pytest.raises(ValueError, match="function: expected a function of a History, got 3"):
         FunctionPolicy(3)
-    with pytest.raises(ValueError, match="num_actions: expected a positive integer, got 0"):
+    with pytest.raises(ValueError, match="actions: expected a positive integer, got 0"):
         RandomPolicy(0)

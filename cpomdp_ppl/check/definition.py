@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.arrays import are_probabilities
 from cpomdp_ppl.check.call import first_line
 from cpomdp_ppl.errors import as_integer
@@ -22,6 +25,8 @@ def definition_faults(model: CPOMDP) -> list[str]:
     for name in ("contexts", "actions"):
         value = getattr(model, name, None)
         number = as_integer(value)
+        if name == "actions" and isinstance(value, Box):
+            continue
         if value is None:
             faults.append(f"{name}: this attribute is missing; give names, or how many there are")
         elif number is not None:
@@ -34,6 +39,13 @@ def definition_faults(model: CPOMDP) -> list[str]:
     horizon = getattr(model, "horizon", None)
     if (as_integer(horizon) or 0) < 1:
         faults.append(f"horizon: expected a positive number of steps, got {horizon!r}")
+    discount = model.discount
+    if not (isinstance(discount, Real) and not isinstance(discount, bool) and 0 < discount <= 1):
+        faults.append(f"discount: expected a number above 0 and at most 1, got {discount!r}")
+    names = list(inspect.signature(type(model).reward).parameters)[1:]
+    if not 3 <= len(names) <= 4:
+        expected = "(state, action, context), or (state, action, context, next_state)"
+        faults.append(f"reward: expected the arguments {expected}, got ({', '.join(names)})")
     if model.states is not None and (as_integer(model.states) or 0) < 1:
         faults.append(f"states: expected None or a positive number of states, got {model.states!r}")
     nesting = as_integer(model.max_plate_nesting)

@@ -133,13 +133,16 @@ class Recursion(ABC):
         """The standard error of the log-likelihood, `[C, B]`, if that is an estimate."""
         return None
 
-    def reward(self, state: Any, action: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def reward(self, state: Any, action: Tensor, shape: tuple[int, ...], after: Any = None) -> Tensor:
         """`r_c(s, a)` at states `[C, B, N, …]`, broadcast to `shape = [C, B, N]`.
+
+        For models that pay on arrival, `r_c(s, a, s')` with the next states `after`.
 
         Raises:
             ModelError: If the program returns anything else.
         """
-        reward: Any = self.model.reward(state, axes(action, self.plate_axes), self.context)
+        arrival = (after,) if self.model.pays_on_arrival else ()
+        reward: Any = self.model.reward(state, axes(action, self.plate_axes), self.context, *arrival)
         full = (*shape, *[1] * self.plate_axes)
         found = f"a {type(reward).__name__}"
         if isinstance(reward, Tensor):

@@ -267,7 +267,7 @@ def run_once(model: CPOMDP, signature: Signature) -> None:
         state = signature.broadcast(model.transition(state, zero, zero), shape)
         model.reward(state, zero, zero)
         for action in (zero, None) if model.initial_observation else (zero,):
-            model.observation(state, action, zero)
+            model.percept(state, action, zero)
 
 
 def native_or_none(

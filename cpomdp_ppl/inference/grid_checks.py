@@ -140,7 +140,7 @@ def imagined(
         Batched(S, len(plates)),
         Recorded(0) as visited,
     ):
-        model.observation(state, action, context.reshape(S + plates))
+        model.percept(state, action, context.reshape(S + plates))
     percept = percept_of(signature, visited, seen.action, S)
     observed = {site: flags & seen.observed[site] for site, flags in percept.observed.items()}
     b = torch.stack([flags.reshape(len(x), -1).any(1) for flags in observed.values()]).any(0).nonzero()[:, 0]

@@ -121,7 +121,7 @@ class KalmanRecursion(Recursion):
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         self.transition_noise = transition.num_noise
         with Reparameterised("observation", self.plate_axes) as observation:
-            model.observation(state, action, self.context)
+            model.percept(state, action, self.context)
         self.discrete = observation.discrete
         sites = self.signature.observations
         self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
@@ -245,7 +245,7 @@ class KalmanRecursion(Recursion):
         """The `observation` program as a function of points `[C, B, K, D]` and noise of hidden sites."""
         a = None if seen.action is None else axes(seen.action, self.plate_axes)
         with self.sensing(seen, self.signature, points.shape[:-1], self.discrete, noise) as sensed:
-            self.model.observation(self.coordinates.state(points), a, self.context)
+            self.model.percept(self.coordinates.state(points), a, self.context)
         dtype = self.coordinates.dtype
         return Expected(
             _joined(sensed.means).to(dtype),
@@ -361,7 +361,7 @@ def _require_proper_scales(model: CPOMDP) -> None:
         with Reparameterised("initial", len(plates)):
             state = model.initial(context)
         with Reparameterised("observation", len(plates)):
-            model.observation(state, torch.zeros_like(context[:1]), context)
+            model.percept(state, torch.zeros_like(context[:1]), context)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -392,7 +392,7 @@ def log_density_of_discrete_sites(recursion: KalmanRecursion, points: Tensor, se
     """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
     a = None if seen.action is None else axes(seen.action, recursion.plate_axes)
     with _ScoredDiscreteSites(seen, recursion.signature, recursion.discrete) as scored:
-        recursion.model.observation(recursion.coordinates.state(points), a, recursion.context)
+        recursion.model.percept(recursion.coordinates.state(points), a, recursion.context)
     assert scored.log_prob is not None
     return marginalised(scored.log_prob).to(points.dtype)
 

@@ -39,7 +39,7 @@ class Observed:
 
     Attributes:
         time: When it was seen, from 0 (before the first action) to T.
-        action: `[B]`; None before the first action.
+        action: `[B]`, or `[B, D]` of continuous ones; None before the first action.
         observations: By site, `[B, …]`.
         observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates).
         rows: Indices of the episodes in which anything was observed; None if it was in all.
@@ -112,8 +112,8 @@ def rows_observed(observed: Mapping[str, Tensor]) -> tuple[list[Tensor | None], 
 
 
 def axes(tensor: Tensor, plate_axes: int = 0) -> Tensor:
-    """`[B]` as `[1, B, 1]`, and 1 for each plate's axis: how actions meet `[context, episode, particle]`."""
-    return tensor.reshape(1, -1, 1, *[1] * plate_axes)
+    """`[B, …]` as `[1, B, 1, …]`, a 1 for each plate: how actions meet `[context, episode, particle]`."""
+    return tensor.reshape(1, -1, 1, *[1] * plate_axes, *tensor.shape[1:])
 
 
 def hidden_parents(
@@ -175,7 +175,7 @@ def log_density_of_seen(
     """
     action = None if seen.action is None else axes(seen.action, model.max_plate_nesting)
     with Scored(seen, signature, draw, most) as scored:
-        model.observation(state, action, context)
+        model.percept(state, action, context)
     if scored.log_prob is None:
         raise ObservationError("observation: none of its sites was given in the episodes")
     return marginalised(scored.log_prob)

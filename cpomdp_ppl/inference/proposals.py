@@ -133,7 +133,7 @@ class LookAhead(Bootstrap):
         with Reparameterised("transition", self.plate_axes) as transition:
             state = self.model.transition(state, zero, self.context)
         with Reparameterised("observation", self.plate_axes) as observation:
-            self.model.observation(state, zero, self.context)
+            self.model.percept(state, zero, self.context)
         self.num_noise = transition.num_noise
         self.discrete = observation.discrete  # has no say in where to look
         sites = self.signature.observations
@@ -194,7 +194,7 @@ class LookAhead(Bootstrap):
             with Reparameterised("transition", self.plate_axes, noise):
                 moved = self.model.transition(repeated, action, self.context)
             with _LookedAt(seen, self.signature, batch, self.discrete) as sensed:
-                self.model.observation(self.signature.broadcast(moved, batch), action, self.context)
+                self.model.percept(self.signature.broadcast(moved, batch), action, self.context)
             mean = torch.cat(sensed.means, -1).reshape(C, B, N, m, m)
             jacobian = None
             if mean.requires_grad:

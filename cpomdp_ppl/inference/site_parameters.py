@@ -68,7 +68,7 @@ def require_proper_parameters(model: CPOMDP) -> None:
         with _ProperParameters("initial"):
             state = model.initial(context)
         with _ProperParameters("observation"):
-            model.observation(state, action, context)
+            model.percept(state, action, context)
         with _ProperParameters("transition"):
             model.transition(state, action, context)
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import as_actions, require_actions, some_action
 from cpomdp_ppl.arrays import (
-    as_indices,
     as_tensor,
     as_type,
     filled,
@@ -65,17 +65,17 @@ class StepArguments:
         return self._any(time, action, observations, observed) if found is None else found
 
     def actions(self, action: Any) -> Tensor:
-        """An action for all episodes, or one for each, as indices `[B]`.
+        """An action for all episodes, or one for each, as indices `[B]` or real vectors `[B, D]`.
 
         Raises:
             ValueError: If these are no actions of the model.
         """
-        B, names = self.num_episodes, self.model.action_names
-        a = as_indices("action", action, names).to(self.model.device)
-        require(a.shape in ((), (B,)), "action", action, f"an index, a name, or either for each: [{B}]")
-        low, high = (int(extreme) for extreme in a.aminmax())
-        require(low >= 0 and high < len(names), "action", action, f"0 to {len(names) - 1}")
-        return a.expand(B)
+        B, own = self.num_episodes, some_action(self.model).shape
+        a = as_actions("action", action, self.model)
+        expected = f"an index, a name, or either for each: [{B}]" if not own else f"shape {[B, *own]}"
+        require(a.shape in (own, (B, *own)), "action", action, expected)
+        require_actions("action", a, self.model)
+        return a.expand(B, *own)
 
     # ------------------------------------------------------------------------------------------ the long way
 
@@ -167,6 +167,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _plain_action(given: Any, model: CPOMDP) -> int | None:
     kind = type(given)
+    if model.box is not None:
+        return None
     if kind is str:
         names = model.action_names
         return names.index(given) if names.count(given) == 1 else None

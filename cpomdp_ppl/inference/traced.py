@@ -329,7 +329,7 @@ class _Tracing:
             draws = TracedDraws(len(context), self.plates)
             by_name, seen = (dict(zip(names, each, strict=True)) for each in (values, flags))
             with TracedScores(by_name, seen, self.signature, hidden, draws) as scored:
-                self.model.observation(self._as_state(state), None if first else action, context)
+                self.model.percept(self._as_state(state), None if first else action, context)
             assert scored.log_prob is not None
             visible = [scored.visible[name] for name in names]
             return [marginalised(scored.log_prob), *visible, *draws.conditions]
@@ -345,7 +345,7 @@ class _Tracing:
     def _observed(self, first: bool) -> list[Argument]:
         """Values and flags of every site: something that the program itself shows."""
         with Batched(torch.Size((2,) * ENGINE_AXES), self.plates), Recorded() as program:
-            self.model.observation(self.state, None if first else self.action, self.context)
+            self.model.percept(self.state, None if first else self.action, self.context)
         values, flags = [], []
         for name, site in self.sites.items():
             value = program.sites[name]["value"].expand(*[2] * ENGINE_AXES, *site.shape)

@@ -395,7 +395,7 @@ class _GaussianTracing:
         def program(action: Tensor, context: Tensor, x: Tensor, *observed: Tensor) -> list[Tensor]:
             values, flags = (dict(zip(names, each, strict=True)) for each in (observed[:n], observed[n:]))
             with TracedSensed(values, flags, self.signature, x.shape[:-1]) as sensed:
-                self.model.observation(self.coordinates.state(x), None if first else action, context)
+                self.model.percept(self.coordinates.state(x), None if first else action, context)
             covariance = block_diagonal(sensed.covariances)
             means = torch.cat(sensed.means, -1)
             return [means.double(), covariance.double().flatten(-2), *sensed.visible]

@@ -122,12 +122,12 @@ def rehearse(model: CPOMDP, acting: Exploring, contexts: Tensor, restarts: Resta
             probs = acting.probs(policy.decide(inputs[-1]), previous).double()  # [B, A]
             action = index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
             action = torch.where(t < steps, given.actions[:, t], action)
-            state, reward = programs.move(state, action, contexts)
+            moved = programs.move(state, action, contexts)
             told = map_state(lambda leaf: leaf[:, t + 1], given.states)  # noqa: B023
-            state = map_state(partial(where, t < steps), told, state)
+            state = map_state(partial(where, t < steps), told, moved.state)
             previous = action
             actions.append(action)
-            rewards.append(reward)
+            rewards.append(moved.reward)
     episodes = Episodes(
         actions=torch.stack(actions, 1),
         observations={},

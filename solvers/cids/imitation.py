@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.policy import History, as_policy
+from cpomdp_ppl.policy import History, action_probabilities, as_policy
 from cpomdp_ppl.prior import stratified
 from cpomdp_ppl.rng import isolated, seed_for
 from cpomdp_ppl.rollout import simulate
@@ -61,18 +61,12 @@ class Pupil:
         """What the rule says, or the pupil; note both."""
         by_rule, known, led = memory
         decision, by_rule = self.rule.act(history, by_rule)
-        wanted = _probabilities(decision, self.policy.model.num_actions)  # [B, A]
+        wanted = action_probabilities(decision, self.policy.model.num_actions)  # [B, A]
         own, known = self.policy.act(history, known)
         with inference_scope(self.policy.model, 0):
             self.seen.append((self.policy.encoding(known), wanted))
         assert isinstance(own, Categorical)
         return dist.Categorical(probs=torch.where(led[:, None], wanted, own.probs)), (by_rule, known, led)
-
-
-def _probabilities(decision: Decision, num_actions: int) -> Tensor:
-    if isinstance(decision, Tensor):
-        return torch.nn.functional.one_hot(decision, num_actions).to(torch.get_default_dtype())
-    return decision.probs
 
 
 def imitate(

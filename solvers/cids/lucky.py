@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.episodes import Episodes
-from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.generative import Generative, Tally
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import leaves, map_state
@@ -141,11 +141,12 @@ def _returns_of(programs: Generative, actions: Tensor, C: int) -> Tensor:
     contexts = torch.arange(C, device=actions.device).repeat(len(actions) // C * TRIALS)
     plans = actions.repeat(TRIALS, 1)
     state = programs.initial(contexts)
-    total = torch.zeros(len(contexts), dtype=torch.float64, device=contexts.device)
+    tally = Tally(programs.model, contexts)
     for t in range(plans.shape[1]):
-        state, reward = programs.move(state, plans[:, t], contexts)
-        total += reward
-    return total.view(TRIALS, -1, C).mean(0)
+        moved = programs.move(state, plans[:, t], contexts)
+        state = moved.state
+        tally.add(moved)
+    return tally.returns.view(TRIALS, -1, C).mean(0)
 
 
 def _best_run(episodes: Episodes, runs: Tensor, enough: Tensor) -> float:
@@ -255,13 +256,14 @@ def _played(
         action = torch.where(torch.rand(B, device=contexts.device) < 1 / runs, other, action)
         if start is not None:
             action = torch.where(t < until, given.actions[:, t], action)
-        state, reward = programs.move(state, action, contexts)
+        moved = programs.move(state, action, contexts)
+        state = moved.state
         if start is not None:
             kept = t < until
             state = map_state(lambda new, old: where(kept, old[:, t + 1], new), state, given.states)  # noqa: B023
         states.append(state)
         actions.append(action)
-        rewards.append(reward)
+        rewards.append(moved.reward)
     return Episodes(
         actions=torch.stack(actions, 1),
         observations={},

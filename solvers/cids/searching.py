@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 
 from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.errors import require, require_count, require_number
@@ -125,7 +126,7 @@ class Searching:
     def act(self, history: History, memory: Knowledge) -> tuple[Tensor, Knowledge]:
         """Take in the latest percept, ask the policy, and search for something better."""
         decision, known = self.policy.act(history, memory)
-        assert not isinstance(decision, Tensor)
+        assert isinstance(decision, Categorical)
         proposed = decision.logits.argmax(-1) if self.greedy else decision.sample()  # [B]
         every = torch.arange(len(proposed), device=proposed.device)
         chosen = []

@@ -21,7 +21,7 @@ from cpomdp_ppl.errors import (
     require,
 )
 from cpomdp_ppl.evaluation import Mean, TimedPolicy
-from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.generative import Generative, Tally
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.policy import Policy
@@ -382,14 +382,15 @@ def earnings(model: CPOMDP, plans: Tensor, prior: Tensor, seed: int) -> Tensor:
     """What fixed plans `[P, T]` earn on average, as some episodes tell, float64 `[P]`."""
     P = len(plans)
     contexts = stratified(prior, PLANNED_EPISODES).repeat(P)  # [P · B]
-    total = torch.zeros_like(contexts, dtype=torch.float64)
+    tally = Tally(model, contexts)
     with inference_scope(model, seed):
         programs = Generative(model)
         state = programs.initial(contexts)
         for action in plans.repeat_interleave(PLANNED_EPISODES, 0).T:  # [P · B] at each time
-            state, reward = programs.move(state, action, contexts)
-            total += reward
-    return total.view(P, -1).mean(1)
+            moved = programs.move(state, action, contexts)
+            state = moved.state
+            tally.add(moved)
+    return tally.returns.view(P, -1).mean(1)
 
 
 def _triumph(own: Worth, rivals: Mapping[str, Worth], every: Mapping[str, str]) -> str:

@@ -192,7 +192,7 @@ def _outcomes(
     (C, N), A = recursion.initial.shape, 1 if actions is None else len(actions)
     a = None if actions is None else axes(actions, recursion.plate_axes)
     with _LimitedEnumeration(recursion.plate_axes, C * A * N) as enumerated, Recorded() as program:
-        recursion.model.observation(recursion.states, a, recursion.context)
+        recursion.model.percept(recursion.states, a, recursion.context)
     if program.sites.keys() != sites.keys():
         when = "before the first action" if actions is None else "after it"
         fault = f"observation: has the sites {list(program.sites)} {when}, but {list(sites)} for action 0"

@@ -62,6 +62,7 @@ class Restricted(CPOMDP):
         self.contexts = tuple(model.context_names[c] for c in index.tolist())
         self.actions = model.actions
         self.horizon = model.horizon
+        self.discount = model.discount
         self.states = model.states
         self.initial_observation = model.initial_observation
         self.max_plate_nesting = model.max_plate_nesting
@@ -83,9 +84,23 @@ class Restricted(CPOMDP):
         """What is observed, as in the original."""
         self.original.observation(state, action, self.index[context])
 
-    def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+    def reward(self, state: Any, action: Tensor, context: Tensor, *arrival: Any) -> Tensor:
         """The reward, as in the original."""
-        return self.original.reward(state, action, self.index[context])
+        return self.original.reward(state, action, self.index[context], *arrival)
+
+    def ends(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
+        """Whether the episode ends, as in the original."""
+        return self.original.ends(state, action, self.index[context])
+
+    @property
+    def can_end(self) -> bool:
+        """Whether episodes of the original may end before the horizon."""
+        return self.original.can_end
+
+    @property
+    def pays_on_arrival(self) -> bool:
+        """Whether rewards of the original depend on the next state."""
+        return self.original.pays_on_arrival
 
     def context_known_return(self) -> Tensor | None:
         """The best returns in the contexts that were kept."""
