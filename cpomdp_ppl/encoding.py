@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, one_hot
+from torch.nn.functional import embedding, one_hot, pad
 
 from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.errors import ModelError, require_model
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rollout import simulate
-from cpomdp_ppl.signature import signature
+from cpomdp_ppl.signature import ENDED, signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +36,11 @@ CALIBRATION_EPISODES = 256
 class Encoding(nn.Module):
     """What an agent learns in a step, as numbers for a network.
 
-    The previous action (one-hot, with a separate class before the first), the time, and for every
-    observation site whether it was seen and its value: one-hot where the model's program says that it is
-    one of a few integers, and standardised otherwise, by what random actions get to see.
+    The previous action (one-hot, with a separate class before the first; continuous ones as numbers from -1
+    to 1, with a flag before the first), the time, and for every observation site whether it was seen and its
+    value: one-hot where the model's program says that it is one of a few integers, and standardised
+    otherwise, by what random actions get to see. The site `ended` is left out: whoever still acts has not
+    seen it.
 
     Args:
         model: The model whose percepts are encoded.
@@ -53,14 +55,15 @@ class Encoding(nn.Module):
     def __init__(self, model: CPOMDP, seed: int = 0) -> None:
         super().__init__()
         require_model(model)
-        self.num_actions = model.num_actions
-        identity = torch.eye(self.num_actions + 1, device=model.device)
+        self.box = model.box
+        identity = torch.eye(1 + (self.box.dim if self.box else model.num_actions), device=model.device)
         self.register_buffer("identity", identity, persistent=False)
         self.horizon = model.horizon
-        self.sites = dict(signature(model).observations)
-        if not self.sites:
+        sites = signature(model).observations
+        if not sites:
             raise ModelError(type(model).__name__, ["observation: has no sample site: nothing is seen"])
-        episodes = simulate(model, RandomPolicy(model.num_actions), CALIBRATION_EPISODES, seed=seed)
+        self.sites = {name: site for name, site in sites.items() if name != ENDED}
+        episodes = simulate(model, RandomPolicy(model.actions), CALIBRATION_EPISODES, seed=seed)
         for i, name in enumerate(self.sites):
             shift, scale = self._units(episodes, name)
             self.register_buffer(f"shift_{i}", shift)
@@ -87,19 +90,31 @@ class Encoding(nn.Module):
         """Encode one percept, `[B, F]`."""
         flags = next(iter(percept.observed.values()))
         B = flags.shape[0]
-        action = percept.action if percept.action is not None else flags.new_full((B,), -1, dtype=torch.long)
         at = torch.full((B,), time / self.horizon, device=flags.device)
+        action = self._none(B) if percept.action is None else self._action(percept.action)
         return self._numbers(action, at, percept.observations, percept.observed)
 
     def sequence(self, episodes: Episodes) -> Tensor:
         """Encode everything that is known at times 0 … T - 1, `[B, T, F]`."""
         return self._numbers(*self._sequence(episodes))
 
+    def _action(self, action: Tensor, *, later: bool = False) -> Tensor:
+        """Actions `[B, …]`: rows of the identity, or 0 and numbers from -1 to 1; `later` by one step."""
+        if self.box is None:  # to look rows up is quicker than `one_hot`, which goes through integers
+            row = action + 1
+            return embedding(pad(row[:, :-1], (1, 0)) if later else row, self.identity)
+        low, high = self.box.bounds(action)
+        numbers = pad((2 * action - low - high) / (high - low), (1, 0))
+        return torch.cat([self._none(len(action), 1), numbers[:, :-1]], 1) if later else numbers
+
+    def _none(self, *axes: int) -> Tensor:
+        """No action as yet, `[*axes, …]`."""
+        return self.identity[0].expand(*axes, -1)
+
     def _sequence(self, episodes: Episodes) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Previous actions, times, observations and flags, one step later than episodes have them."""
-        B, T = episodes.actions.shape
-        before = episodes.actions.new_full((B, 1), -1)
-        actions = torch.cat([before, episodes.actions[:, :-1]], 1)
+        B, T = episodes.actions.shape[:2]
+        actions = self._action(episodes.actions, later=True)
         time = (torch.arange(T, device=actions.device) / self.horizon).expand(B, T)
 
         def later(values: Mapping[str, Tensor], first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -120,9 +135,8 @@ class Encoding(nn.Module):
     def _numbers(
         self, action: Tensor, time: Tensor, observations: Mapping[str, Tensor], observed: Mapping[str, Tensor]
     ) -> Tensor:
-        axes = action.dim()
-        # One-hot by looking up rows of the identity: `one_hot` goes through integers and is slower.
-        parts = [embedding(action + 1, self.identity), time[..., None]]
+        axes = time.dim()
+        parts = [action, time[..., None]]
         for i, (name, site) in enumerate(self.sites.items()):
             flags, values = observed[name], observations[name]
             if _is_index(site):

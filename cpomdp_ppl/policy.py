@@ -12,6 +12,7 @@ from torch.distributions import Categorical
 from torch.nn.functional import one_hot
 
 from cpomdp_ppl.actions import Box
+from cpomdp_ppl.arrays import filled, on_the_right
 from cpomdp_ppl.errors import as_integer, invalid, require, require_count
 from cpomdp_ppl.signature import ENDED
 from cpomdp_ppl.state import stack_in_time
@@ -49,6 +50,12 @@ class Percept:
         flags = next(iter(self.observed.values()))
         return flags.new_zeros(len(flags))
 
+    def only(self, alive: Tensor) -> Percept:
+        """The same where episodes `[B]` went on until here; the others did nothing, and saw nothing."""
+        observed = {site: flags & on_the_right(alive, flags) for site, flags in self.observed.items()}
+        observations = {site: filled(values, observed[site]) for site, values in self.observations.items()}
+        return Percept(None if self.action is None else filled(self.action, alive), observations, observed)
+
 
 @dataclass(frozen=True)
 class History:
@@ -75,6 +82,14 @@ class History:
     def num_episodes(self) -> int:
         """How many episodes B there are."""
         return next(iter(self.percepts[0].observed.values())).shape[0]
+
+    @property
+    def alive(self) -> Tensor | None:
+        """Which episodes are still going on, bool `[B]`; None if all are, as they are where none can end."""
+        if ENDED not in self.latest.observations:
+            return None
+        alive = ~torch.stack([percept.ended for percept in self.percepts]).any(0)
+        return None if bool(alive.all()) else alive
 
     @property
     def actions(self) -> Tensor:

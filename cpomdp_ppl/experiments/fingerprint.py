@@ -138,7 +138,7 @@ def describe_model(model: CPOMDP) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "contexts": list(model.context_names),
-        "actions": list(model.action_names),
+        "actions": list(model.action_names) if model.box is None else describe(model.box),
         "horizon": model.horizon,
         "state": {name: list(leaf.shape) for name, leaf in leaves(sites.state)},
         "observations": {name: list(site.shape) for name, site in sites.observations.items()},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.inference.belief import map_belief
+from cpomdp_ppl.inference.belief import map_belief, where_alive
 from cpomdp_ppl.inference.observed import Observed
 from cpomdp_ppl.inference.persistence import Persistent, Track
 
@@ -34,6 +34,7 @@ class Knowledge:
         time: How many actions have been taken, int64 `[B]`.
         lost: Episodes that no context can have produced any more, as all particles died, bool `[B]`. They
             keep their posterior.
+        ended: Episodes that are over, bool `[B]`. They keep everything, and earn nothing more.
 
     Examples:
         >>> from cpomdp_ppl.inference import ParticleFilter
@@ -51,6 +52,7 @@ class Knowledge:
     prior: Tensor
     time: Tensor
     lost: Tensor
+    ended: Tensor
 
     @staticmethod
     def first(backend: Backend, model: CPOMDP, prior: Tensor, *, persistent: bool = False) -> Knowledge:
@@ -59,7 +61,9 @@ class Knowledge:
         filter_ = Persistent(backend, recursion, p)
         time = torch.zeros(len(p), dtype=torch.long, device=p.device)
         track = filter_.start(len(p))
-        return Knowledge(recursion, filter_ if persistent else None, track, p, time, time.bool())
+        return Knowledge(
+            recursion, filter_ if persistent else None, track, p, time, time.bool(), time.bool()
+        )
 
     @property
     def model(self) -> CPOMDP:
@@ -84,10 +88,17 @@ class Knowledge:
 
     @cached_property
     def expected_rewards(self) -> Tensor:
-        """`E[r_c(s, a) | h, c]` of every action, `[B, C, A]`."""
+        """`E[r_c(s, a) | h, c]` of every action, if they are finitely many, `[B, C, A]`."""
         actions = (torch.full_like(self.time, a) for a in range(self.model.num_actions))
-        rewards = [self.recursion.expected_reward(self.track.belief, action).T for action in actions]
-        return torch.stack(rewards, -1)
+        return torch.stack([self.expected_reward(action) for action in actions], -1)
+
+    def expected_reward(self, action: Tensor) -> Tensor:
+        """`E[r_c(s, a) | h, c]` of one action in each episode, `[B]` or `[B, D]`; `[B, C]`.
+
+        Of models that pay on arrival, over the next state, too.
+        """
+        reward = self.recursion.expected_reward(self.track.belief, action).T
+        return torch.where(self.ended[:, None], 0.0, reward) if self.model.can_end else reward
 
     @cached_property
     def probabilities(self) -> Tensor | None:
@@ -107,23 +118,29 @@ class Knowledge:
             DegenerateWeightsError: If no context can have produced an episode, however many particles; not
                 if such episodes are noted as lost.
         """
-        time = self.time if percept.action is None else self.time + 1
-        seen = Observed.at(int(time.max()), percept.action, percept.observations, percept.observed)
+        alive = ~self.ended if bool(self.ended.any()) else None
+        time = self.time if percept.action is None else self.time + ~self.ended
+        seen = Observed.at(
+            int(time.max()), percept.action, percept.observations, percept.observed, alive=alive
+        )
+        ended = self.ended | percept.ended if self.model.can_end else self.ended
         moves = seen.action is not None
         if self.persistent is not None:
             take_in = self.persistent.step if moves else self.persistent.condition
-            return replace(self, track=take_in(self.track, seen)[0], time=time)
+            return replace(self, track=take_in(self.track, seen)[0], time=time, ended=ended)
         belief, increment = (self.recursion.step if moves else self.recursion.condition)(
             self.track.belief, seen
         )
+        if alive is not None:
+            belief = where_alive(alive, belief, self.track.belief)
         total = self.track.log_likelihood + increment
         lost = self.lost | ((self.prior.T.log() + total).amax(0) == -torch.inf)  # [B]
         track = Track(belief, torch.where(lost, self.track.log_likelihood, total))
-        return replace(self, track=track, time=time, lost=lost)
+        return replace(self, track=track, time=time, lost=lost, ended=ended)
 
     def rows(self, index: Tensor) -> Knowledge:
         """What is known about some of the episodes."""
         belief = map_belief(lambda leaf: leaf.index_select(1, index), self.track.belief)
         track = Track(belief, self.track.log_likelihood.index_select(1, index))
-        time, lost = self.time[index], self.lost[index]
-        return Knowledge(self.recursion, None, track, self.prior[index], time, lost)
+        time, lost, ended = self.time[index], self.lost[index], self.ended[index]
+        return Knowledge(self.recursion, None, track, self.prior[index], time, lost, ended)

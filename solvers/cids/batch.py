@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.episodes import discounted
 from cpomdp_ppl.state import leaves
 from solvers.cids.policy import previous_actions
 
@@ -66,7 +67,7 @@ class Batch:
         prior: Each episode's prior over contexts, `[B, C]`.
         log_posterior: `log P(c | h_t)`, float64 `[B, T + 1, C]`.
         statistics: Means over all episodes; several processes each hold some episodes of the same batch.
-        previous: The action before each decision, `[B, T]`; -1 for none.
+        previous: The action before each decision, `[B, T, …]`; see `previous_actions`.
         since: From which step on the policy acts, `[B]`; what came before was somebody else's.
         told: Which episodes begin told the context, bool `[B]`.
         inputs: What the policy read before each decision, if it reads beliefs.
@@ -148,12 +149,14 @@ class Batch:
         return self.prior.gather(1, self.contexts[:, None]).squeeze(1)
 
     def rewards(self, belief: bool) -> Tensor:
-        """Rewards `[B, T]`: as they were, or as the agent could expect them to be.
+        """What rewards are worth at the start, `γ^t r_t` `[B, T]`: as they were, or as was to be expected.
 
         The belief reward `Σ_c P(c|h_t) E[r_c(s_t, a_t) | h_t, c]` has the same mean given the history, and so
         gives the same gradient, but for the filter's error, with less variance.
         """
         if belief:
-            return (self.log_posterior[:, :-1].exp() * self.filtering.expected_reward).sum(-1)
-        assert self.episodes.rewards is not None
-        return self.episodes.rewards.double()
+            rewards = (self.log_posterior[:, :-1].exp() * self.filtering.expected_reward).sum(-1)
+        else:
+            assert self.episodes.rewards is not None
+            rewards = self.episodes.rewards.double()
+        return discounted(rewards, self.episodes.discount)

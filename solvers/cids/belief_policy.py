@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.errors import require_count
 from cpomdp_ppl.inference.backend import inference_scope
@@ -20,6 +20,7 @@ from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.state import leaves
 from solvers.cids.critic import Critic
+from solvers.cids.policy import ActionLayer, as_decision
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -63,13 +64,15 @@ class BeliefEncoding(nn.Module):
     """A belief as numbers of about the same size.
 
     Under every context: its log-odds and probability, the mean and spread of every number of the state (or
-    the probabilities of the states, where they are few), and the expected reward of every action. Over all
-    contexts: the same, weighted by the posterior, the entropy of the posterior, and the time.
+    the probabilities of the states, where they are few), and the expected reward of every action (of
+    continuous ones, of the `probes`). Over all contexts: the same, weighted by the posterior, the entropy of
+    the posterior, and the time.
     """
 
     centre: Tensor
     scale: Tensor
     reward_scale: Tensor
+    probes: Tensor | None
 
     def __init__(self, model: CPOMDP, backend: Backend) -> None:
         super().__init__()
@@ -78,8 +81,9 @@ class BeliefEncoding(nn.Module):
         few = probabilities is not None and probabilities.shape[2] <= MOST_STATES
         self.num_states = probabilities.shape[2] if few and probabilities is not None else None
         self.horizon = model.horizon
-        episodes = simulate(model, RandomPolicy(model.num_actions), 256, contexts="balanced", seed=0)
-        parts = [leaf.flatten(0, 1) for _, leaf in leaves(episodes.states)]
+        episodes = simulate(model, RandomPolicy(model.actions), 256, contexts="balanced", seed=0)
+        reached = torch.arange(model.horizon + 1, device=model.device) <= episodes.lengths[:, None]
+        parts = [leaf[reached] for _, leaf in leaves(episodes.states)]
         flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in parts], 1)
         spread = flat.std(0, correction=0)
         dtype = torch.get_default_dtype()
@@ -88,7 +92,9 @@ class BeliefEncoding(nn.Module):
         assert episodes.rewards is not None
         sizes = episodes.rewards[episodes.rewards != 0].abs().to(dtype)
         self.register_buffer("reward_scale", sizes.median() if len(sizes) else torch.ones((), dtype=dtype))
-        believed = (self.num_states or 2 * len(self.centre)) + model.num_actions
+        tried = probes(model)
+        self.register_buffer("probes", None if model.box is None else tried, persistent=False)
+        believed = (self.num_states or 2 * len(self.centre)) + len(tried)
         self.by_context = self.overall = 2 + believed
 
     def forward(self, known: Knowledge | Sight) -> Inputs:
@@ -123,7 +129,12 @@ class BeliefEncoding(nn.Module):
         return torch.cat([(mean - self.centre) / self.scale, sd / self.scale], -1)
 
     def _rewards(self, known: Knowledge | Sight) -> Tensor:
-        return (known.expected_rewards.to(self.centre.dtype) / self.reward_scale).asinh()
+        if self.probes is None:
+            rewards = known.expected_rewards
+        else:
+            actions = self.probes[:, None].expand(-1, len(known.time), -1)  # [2 D + 1, B, D]
+            rewards = torch.stack([known.expected_reward(action) for action in actions], -1)
+        return (rewards.to(self.centre.dtype) / self.reward_scale).asinh()
 
 
 class BeliefNet(nn.Module):
@@ -163,6 +174,8 @@ class BeliefPolicy(nn.Module):
         model: The CPOMDP that it acts in.
         hidden: Number of hidden units H.
         likelihood: The filter: a backend, its name, or None for the one that suits the model.
+        distribution: How it decides where actions are continuous: by a "squashed" Gaussian, which is the
+            default, or a "beta" distribution.
         seed: Seed of the initial weights.
 
     Examples:
@@ -177,7 +190,13 @@ class BeliefPolicy(nn.Module):
     amortised = True
 
     def __init__(
-        self, model: CPOMDP, hidden: int = 64, *, likelihood: str | Backend | None = None, seed: int = 0
+        self,
+        model: CPOMDP,
+        hidden: int = 64,
+        *,
+        likelihood: str | Backend | None = None,
+        distribution: str | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.hidden = require_count("hidden", hidden)
@@ -186,9 +205,7 @@ class BeliefPolicy(nn.Module):
         with isolated(seed):
             self.actor = BeliefNet(self.encoding, model.num_contexts, hidden)
             self.judge = BeliefNet(self.encoding, model.num_contexts, hidden)
-            self.logits = nn.Linear(hidden, model.num_actions)
-            nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
-            nn.init.zeros_(self.logits.bias)
+            self.logits = ActionLayer(model, hidden, distribution)
             self.critic = Critic(hidden)
         self.to(model.device)
         self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
@@ -210,12 +227,11 @@ class BeliefPolicy(nn.Module):
             if history.time or self.model.initial_observation:
                 known = memory.after(history.latest)
             inputs = self.encoding(known)
-        return dist.Categorical(logits=self.decide(inputs)), known
+        return as_decision(self.decide(inputs)), known
 
-    def decide(self, inputs: Inputs) -> Tensor:
-        """Logits of all actions, `[…, A]`."""
-        logits: Tensor = self.logits(self.actor(inputs))
-        return logits
+    def decide(self, inputs: Inputs) -> Any:
+        """Logits of all actions, `[…, A]`, or a distribution `[…]` over a box of them."""
+        return self.logits.leaning(self.actor(inputs))
 
     def values(self, inputs: Inputs) -> Tensor:
         """Payoffs still to come, in the critic's eyes, `[…]`."""

@@ -40,7 +40,7 @@ class GradientStep:
 
     advantages: Tensor  # how much better each action did than expected, [B, T]
     size: Tensor  # root mean square of the advantages over all episodes, a scalar
-    states: Tensor  # the true states before each decision, in units of their spread, [B, T, D]
+    states: Tensor | None  # the true ones before each decision, in units of their spread, [B, T, D]
     before: Decisions  # of the policy that played, without gradient
     now: Decisions  # of the policy as it is now
     critic: Critic  # knows the units of the values
@@ -51,7 +51,9 @@ class GradientStep:
         """The first step on a batch, in which the policy is still the one that played it."""
         batch = now.batch
         size = (batch.mean(advantages.square()) / batch.share_alive).sqrt()
-        states = standardised(batch.states[:, :-1], batch)
+        states = None
+        if now.states is not None:
+            states = standardised(batch.states[:, :-1], batch, batch.episodes.alive)
         return GradientStep(advantages, size, states, now.detached(), now, critic, progress)
 
     @property
@@ -227,8 +229,8 @@ class ActorCritic:
         T = payoffs.shape[1]
         steps = torch.arange(T, device=payoffs.device)
         ahead = (steps[:, None] - steps).double()  # [T, T]: how far a later step (row) is from t (column)
-        discount = torch.where(ahead >= 0, self.gae_lambda ** ahead.clamp(min=0), 0.0)
-        return delta @ discount
+        weights = torch.where(ahead >= 0, self.gae_lambda ** ahead.clamp(min=0), 0.0)
+        return (delta @ weights) * before.batch.alive
 
     def terms(self, step: GradientStep) -> dict[str, Tensor]:
         """Clipped policy gradient, the critic's errors, and the entropy of the actions."""
@@ -247,7 +249,7 @@ class ActorCritic:
         if now.log_contexts is not None:
             posterior = batch.log_posterior[:, :-1].exp().to(dtype)
             each["context"] = -self.context_weight * (posterior * now.log_contexts).sum(-1)
-        if now.states is not None:
+        if now.states is not None and step.states is not None:
             each["state"] = self.state_weight * (now.states - step.states.to(dtype)).square().mean(-1)
         weights = batch.alive.to(dtype) / batch.share_alive.to(dtype)  # of steps, [B, T]
         return {name: (weights * values).mean() for name, values in each.items()}
@@ -270,7 +272,13 @@ def still_to_come(payoffs: Tensor) -> Tensor:
     return payoffs.flip(1).cumsum(1).flip(1)
 
 
-def standardised(values: Tensor, batch: Batch | Statistics) -> Tensor:
-    """Numbers `[B, T, D]` in units of their spread over all episodes; those that do not vary become zero."""
-    sd, mean = batch.spread(values, axes=2)
+def standardised(values: Tensor, statistics: Batch | Statistics, taken: Tensor | None = None) -> Tensor:
+    """Numbers `[B, T, D]` in units of their spread over all steps; those that do not vary become zero.
+
+    Steps that were not taken, because an episode was over, are not looked at.
+    """
+    if taken is None or bool(taken.all()):
+        sd, mean = statistics.spread(values, axes=2)
+    else:
+        sd, mean = statistics.spread(values[taken], axes=1)
     return (values - mean) / torch.where(sd > 1e-6, sd, torch.inf)

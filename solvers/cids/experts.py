@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from cpomdp_ppl.episodes import Episodes
+from cpomdp_ppl.actions import some_action
+from cpomdp_ppl.episodes import Episodes, discounted
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import Filtering
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.prior import stratified
-from cpomdp_ppl.rng import index_at, isolated, seed_for
+from cpomdp_ppl.rng import isolated, seed_for
 from cpomdp_ppl.state import leaves, map_state
 from solvers.cids.batch import OWN, Batch
 from solvers.cids.belief_policy import Inputs
 from solvers.cids.estimator import Decisions, GradientStep, still_to_come
-from solvers.cids.lucky import best, where
+from solvers.cids.lucky import best
 from solvers.cids.pace import Pace
-from solvers.cids.playing import play_out
-from solvers.cids.policy import Exploring, evaluate_actions, previous_actions
+from solvers.cids.playing import play_out, where
+from solvers.cids.policy import Exploring, no_actions, previous_actions
 from solvers.cids.schedules import Linear
 
 if TYPE_CHECKING:
@@ -94,8 +95,11 @@ class Sight:
     def expected_rewards(self) -> Tensor:
         """`r_c(s, a)` of every action, `[B, 1, A]`."""
         actions = (torch.full_like(self.context, a) for a in range(self.programs.model.num_actions))
-        rewards = [self.programs.reward(self.state, action, self.context) for action in actions]
-        return torch.stack(rewards, -1)[:, None]
+        return torch.stack([self.expected_reward(action) for action in actions], -1)
+
+    def expected_reward(self, action: Tensor) -> Tensor:
+        """`r_c(s, a)` of one action in each episode, `[B]` or `[B, D]`; `[B, 1]`."""
+        return self.programs.reward(self.state, action, self.context)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,32 +113,38 @@ class Restarts:
 def rehearse(model: CPOMDP, acting: Exploring, contexts: Tensor, restarts: Restarts, seed: int) -> Batch:
     """Play episodes in contexts `[B]`, told everything."""
     policy, given, steps = acting.policy, restarts.episodes, restarts.steps
+    assert given.rewards is not None
     states, actions, rewards, inputs = [], [], [], []
     with inference_scope(model, seed):
         programs = Generative(model)
         state = map_state(
             lambda new, old: where(steps > 0, old[:, 0], new), programs.initial(contexts), given.states
         )
-        previous = torch.full_like(contexts, -1)
+        previous = no_actions(some_action(model, contexts.shape))
+        alive, lengths = torch.ones_like(steps, dtype=torch.bool), torch.zeros_like(steps)
         for t in range(model.horizon):
             states.append(state)
             inputs.append(policy.encoding(Sight(programs, state, contexts, torch.full_like(contexts, t))))
-            probs = acting.probs(policy.decide(inputs[-1]), previous).double()  # [B, A]
-            action = index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
-            action = torch.where(t < steps, given.actions[:, t], action)
+            action = acting.draw(policy.decide(inputs[-1]), previous)
+            action = where(t < steps, given.actions[:, t], action)
             moved = programs.move(state, action, contexts)
+            lengths += alive
+            if moved.ended is not None:
+                alive = alive & ~(moved.ended & (t >= steps))
             told = map_state(lambda leaf: leaf[:, t + 1], given.states)  # noqa: B023
             state = map_state(partial(where, t < steps), told, moved.state)
             previous = action
             actions.append(action)
-            rewards.append(moved.reward)
+            rewards.append(where(t < steps, given.rewards[:, t], moved.reward))
     episodes = Episodes(
         actions=torch.stack(actions, 1),
         observations={},
         observed={},
+        lengths=lengths,
         contexts=contexts,
         states=map_state(lambda *each: torch.stack(each, 1), *states, state),
         rewards=torch.stack(rewards, 1),
+        discount=model.discount,
     )
     return _told(model, episodes, steps, Inputs.stack(inputs))
 
@@ -269,8 +279,8 @@ class Practice:
 
     def _decide(self, batch: Batch) -> Decisions:
         assert batch.inputs is not None
-        logits, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
-        log_probs, entropies = evaluate_actions(self.acting, logits, batch.episodes.actions, batch.previous)
+        leaning, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
+        log_probs, entropies = self.acting.evaluate(leaning, batch.episodes.actions, batch.previous)
         return Decisions(batch, log_probs, entropies, values, None, None)
 
     def _lucky_actions(self, size: float) -> tuple[Inputs, Tensor, Tensor, Tensor]:
@@ -278,19 +288,19 @@ class Practice:
         some = self.lucky[torch.randint(len(self.lucky), (IMITATED,), device=self.lucky.device)]
         assert some.contexts is not None
         assert some.rewards is not None
-        B, T = some.actions.shape
+        B, T = some.actions.shape[:2]
         with inference_scope(self.policy.model, 0):
             state = map_state(lambda leaf: leaf[:, :T].flatten(0, 1), some.states)
             time = torch.arange(T, device=some.device).repeat(B)
             programs = Generative(self.policy.model)
             inputs = self.policy.encoding(Sight(programs, state, some.contexts.repeat_interleave(T), time))
             values = self.policy.values(inputs).double()
-        to_come = still_to_come(some.rewards.double()).flatten()
-        luck = ((to_come - values) / max(size, 1e-8)).clamp(0.0, MOST_LUCKY).to(values)
-        return inputs, some.actions.flatten(), previous_actions(some.actions).flatten(), luck
+        to_come = still_to_come(discounted(some.rewards.double(), some.discount)).flatten()
+        luck = ((to_come - values) / max(size, 1e-8)).clamp(0.0, MOST_LUCKY) * some.alive.flatten()
+        previous = previous_actions(some.actions).flatten(0, 1)
+        return inputs, some.actions.flatten(0, 1), previous, luck.to(values)
 
     def _imitation(self, inputs: Inputs, actions: Tensor, previous: Tensor, luck: Tensor) -> Tensor:
         """Their negative log-probabilities, weighted by luck."""
-        log_probs = self.acting.log_probs(self.policy.decide(inputs), previous)
-        likely = log_probs.gather(1, actions[:, None]).squeeze(1)
+        likely, _ = self.acting.evaluate(self.policy.decide(inputs), actions, previous)
         return -IMITATION(self.pace.progress) * (luck.to(likely) * likely).mean()

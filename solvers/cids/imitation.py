@@ -16,6 +16,7 @@ from cpomdp_ppl.prior import stratified
 from cpomdp_ppl.rng import isolated, seed_for
 from cpomdp_ppl.rollout import simulate
 from solvers.cids.belief_policy import BeliefPolicy, Inputs
+from solvers.cids.box_distributions import BoxDistribution
 from solvers.cids.priors import draw_priors
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ KEPT = 8
 """How many of the latest batches are learned from."""
 STEPS = 8
 """Gradient steps after each batch."""
+NEARLY = 0.05
+"""Continuous actions that differ by no more than this share of the box are nearly the same."""
 AGREED = 0.98
 """An imitation that does what the rule does this often is as good as the rule."""
 
@@ -44,7 +47,8 @@ class Pupil:
         rule: What is imitated.
         policy: Who imitates.
         chance: Probability that the rule decides in an episode.
-        seen: What the pupil read at each time, and what the rule would have done, `[B, A]`.
+        seen: What the pupil read at each time, and what the rule would have done: probabilities `[B, A]`,
+            or continuous actions `[B, D]`.
     """
 
     rule: Policy
@@ -60,11 +64,17 @@ class Pupil:
     def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
         """What the rule says, or the pupil; note both."""
         by_rule, known, led = memory
+        model = self.policy.model
         decision, by_rule = self.rule.act(history, by_rule)
-        wanted = action_probabilities(decision, self.policy.model.num_actions)  # [B, A]
+        if model.box is None:
+            wanted = action_probabilities(decision, model.num_actions)  # [B, A]
+        else:
+            wanted = decision if isinstance(decision, Tensor) else decision.sample()  # [B, D]
         own, known = self.policy.act(history, known)
-        with inference_scope(self.policy.model, 0):
+        with inference_scope(model, 0):
             self.seen.append((self.policy.encoding(known), wanted))
+        if isinstance(own, BoxDistribution):
+            return torch.where(led[:, None], wanted, own.sample()), (by_rule, known, led)
         assert isinstance(own, Categorical)
         return dist.Categorical(probs=torch.where(led[:, None], wanted, own.probs)), (by_rule, known, led)
 
@@ -92,10 +102,8 @@ def imitate(
             contexts = stratified(prior, batch_size, offset=float(torch.rand(())))
         simulate(model, pupil, batch_size, contexts=contexts, prior=prior, seed=seed_for(seed, number, 1))
         inputs = Inputs.joined([inputs for inputs, _ in pupil.seen])
-        wanted = torch.cat([wanted for _, wanted in pupil.seen])  # [T B, A]
-        with torch.no_grad():
-            same = policy.decide(inputs).argmax(-1) == wanted.argmax(-1)
-            agreed = float(same.double().mean())
+        wanted = torch.cat([wanted for _, wanted in pupil.seen])  # [T B, A], or [T B, D]
+        agreed = agreement(policy, inputs, wanted)
         shown.set_postfix_str(f"agrees in {100 * agreed:.1f} % of decisions", refresh=False)
         shown.update()
         if agreed >= AGREED and number > 10:
@@ -105,12 +113,26 @@ def imitate(
     return agreed
 
 
+@torch.no_grad()
+def agreement(policy: BeliefPolicy, inputs: Inputs, wanted: Tensor) -> float:
+    """How often a policy does what was wanted; of continuous actions, nearly so."""
+    leaning = policy.decide(inputs)
+    if isinstance(leaning, Tensor):
+        return float((leaning.argmax(-1) == wanted.argmax(-1)).double().mean())
+    off = (leaning.mode - wanted).abs() / leaning.width
+    return float((off <= NEARLY).all(-1).double().mean())
+
+
 def _learn(policy: BeliefPolicy, optimizer: torch.optim.Optimizer, kept: list[tuple[Inputs, Tensor]]) -> None:
     """A few steps on every batch that is kept."""
     with torch.enable_grad():
         for _ in range(STEPS):
             for inputs, wanted in kept:
                 optimizer.zero_grad()
-                loss = -(wanted * policy.decide(inputs).log_softmax(-1)).sum(-1).mean()
+                leaning = policy.decide(inputs)
+                if isinstance(leaning, Tensor):
+                    loss = -(wanted * leaning.log_softmax(-1)).sum(-1).mean()
+                else:
+                    loss = -leaning.log_prob(wanted).mean()
                 loss.backward()
                 optimizer.step()

@@ -22,7 +22,7 @@ from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.critic import HistoryCritic, Trunk
 from solvers.cids.estimator import Decisions, GradientStep, still_to_come
 from solvers.cids.experience import Beginnings
-from solvers.cids.policy import Exploring, SequencePolicy, evaluate_actions, unroll
+from solvers.cids.policy import Exploring, SequencePolicy, unroll
 from solvers.cids.priors import OnePrior, draw_priors
 from solvers.cids.quality import LikelihoodQuality
 from solvers.cids.schedules import as_schedule
@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 
 TRUNK_FEATURES = 64
 """How many features the critic reads the history into, where the policy has none to offer."""
+
+
+DRIFT = 0.02
+"""How far, as a Kullback–Leibler divergence in nats, steps on one batch may take decisions over a box."""
+LEAST_CAUTION = 1e-3
+"""Steps are no smaller than this share of what their schedule says."""
 
 
 class DivergedError(RuntimeError):
@@ -113,6 +119,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.iteration = 0
+        self.caution = 1.0  # how much smaller steps are than the schedule says
         self.has_practised = False
         self.statistics = self.experience.statistics
         self.quality = LikelihoodQuality(self.batch_size)
@@ -255,28 +262,42 @@ class Learner:
             now = self.decide(batch)
         advantages = self.estimator.advantages(payoffs, now.detached())  # [B, T]
         step = GradientStep.first(advantages, now, self.critic, self.progress)
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.param_groups[0]["lr"] = learning_rate * self.caution
         norms = []
         for epoch in range(self.estimator.epochs):
             step = step if epoch == 0 else replace(step, now=self.decide(batch))
             norms.append(self._descend(self.estimator.terms(step), len(batch.episodes)))
+        if self.model.box is not None:
+            self._take_care(step)
         self.critic.rescale(to_come[batch.alive], self.statistics)
         objective = float(batch.mean(payoffs.sum(1)[batch.own]))
         return {"objective": objective, "gradient_norm": sum(norms) / len(norms)}
+
+    def _take_care(self, step: GradientStep) -> None:
+        """Take smaller steps if they change decisions by much, and larger ones again if by little.
+
+        A narrow distribution over a box is a small target, which steps of one size would soon jump about.
+        """
+        log_ratio = (step.now.log_probs - step.before.log_probs).detach() * step.batch.alive
+        drift = float(self.statistics.mean(log_ratio.expm1() - log_ratio) / step.batch.share_alive)
+        if drift > 2 * DRIFT:
+            self.caution = max(self.caution / 1.5, LEAST_CAUTION)
+        elif drift < DRIFT / 2:
+            self.caution = min(self.caution * 1.5, 1.0)
 
     def decide(self, batch: Batch) -> Decisions:
         """Policy and critic along a batch."""
         if isinstance(self.policy, BeliefPolicy):
             assert batch.inputs is not None
-            logits, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
+            leaning, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
             log_contexts = states = None
         else:
-            logits, features = unroll(self.policy, batch.episodes, batch.prior.to(torch.get_default_dtype()))
+            leaning, features = unroll(self.policy, batch.episodes, batch.prior.to(torch.get_default_dtype()))
             if self.trunk is not None:
                 features = self.trunk(batch)
             assert features is not None
             values, log_contexts, states = self.critic(features.to(self.critic.scale.dtype))
-        log_probs, entropies = evaluate_actions(self.acting, logits, batch.episodes.actions, batch.previous)
+        log_probs, entropies = self.acting.evaluate(leaning, batch.episodes.actions, batch.previous)
         return Decisions(batch, log_probs, entropies, values, log_contexts, states)
 
     def _descend(self, terms: dict[str, Tensor], num_episodes: int) -> float:
@@ -319,6 +340,7 @@ class Learner:
             "networks": self.networks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "has_practised": self.has_practised,
+            "caution": self.caution,
             "particles": getattr(self.experience.backend, "num_particles", 0),
             **({} if self.pace is None else {"pace": self.pace.state_dict()}),
         }
@@ -329,6 +351,7 @@ class Learner:
         self.quality.load_state_dict(state["quality"])
         self.networks.load_state_dict(state["networks"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.caution = state["caution"]
         if state["has_practised"]:
             if self.far is None:
                 raise ValueError("has_practised: expected False, as nothing is far away")

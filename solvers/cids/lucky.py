@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import probes, random_actions
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.generative import Generative, Tally
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.rng import inverse_cdf
 from cpomdp_ppl.state import leaves, map_state
+from solvers.cids.playing import where
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -44,8 +46,8 @@ class Findings:
         prior: Prior over contexts, `[C]`, that averages are over.
         episodes: The luckiest ones of every context in which some were luckier than others; nothing is
             observed in them.
-        plans: The actions, fixed in advance, that earned most in each context, `[C, T]`.
-        leads: Actions that lead to all sorts of places, `[K, T]`, and after how many of them one is there,
+        plans: The actions, fixed in advance, that earned most in each context, `[C, T, …]`.
+        leads: Actions that lead to all sorts of places, `[K, T, …]`, and after how many of them one is there,
             `[K]`.
         run_length: How long actions should be repeated: the shortest runs of the luckiest episodes.
         constant: The best return, on average, of doing the same thing all the time.
@@ -85,7 +87,8 @@ def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Finding
     contexts = torch.arange(max(AT_ONCE // C, 32) * C, device=model.device) % C
     with inference_scope(model, seed):
         programs = Generative(model)
-        every = torch.arange(model.num_actions, device=model.device)[:, None, None].expand(-1, C, T)
+        tried = probes(model)
+        every = tried[:, None, None].expand(-1, C, T, *tried.shape[1:])  # [A, C, T, …]
         always = _returns_of(programs, every.flatten(0, 1), C)  # [A, C]
         runs = torch.tensor(RUNS, device=model.device)[torch.arange(len(contexts)) // C % len(RUNS)]
         found = _played(programs, contexts, runs, None)
@@ -100,7 +103,7 @@ def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Finding
             runs = runs[torch.randperm(len(runs), device=runs.device)]
             found = _pool(Episodes.concatenate([found, _played(programs, contexts, runs, start)]), cells, C)
         kept = best(found, C)
-        plans = torch.cat([every, kept.actions.view(C, -1, T).transpose(0, 1)])  # [P, C, T]
+        plans = torch.cat([every, kept.actions.unflatten(0, (C, -1)).transpose(0, 1)])  # [P, C, T, …]
         worths = torch.cat([always, _returns_of(programs, plans[len(every) :].flatten(0, 1), C)])  # [P, C]
         rows, until = cells.earliest(found)
     assert kept.returns is not None
@@ -137,9 +140,9 @@ def _lucky(episodes: Episodes, enough: Tensor) -> Tensor:
 
 
 def _returns_of(programs: Generative, actions: Tensor, C: int) -> Tensor:
-    """Mean returns of actions that are fixed in advance, `[P C, T]` with contexts last: float64 `[P, C]`."""
+    """Mean returns of actions fixed in advance, `[P C, T, …]` with contexts last: float64 `[P, C]`."""
     contexts = torch.arange(C, device=actions.device).repeat(len(actions) // C * TRIALS)
-    plans = actions.repeat(TRIALS, 1)
+    plans = actions.repeat(TRIALS, *[1] * (actions.dim() - 1))
     state = programs.initial(contexts)
     tally = Tally(programs.model, contexts)
     for t in range(plans.shape[1]):
@@ -211,9 +214,18 @@ class Cells:
 
 
 def _flat(episodes: Episodes) -> Tensor:
-    """States with all their numbers on one axis, `[B, T + 1, D]`."""
+    """States with all their numbers on one axis, `[B, T + 1, D]`.
+
+    After the end of an episode, the last one that it went on from stays: nothing starts anywhere else.
+    """
     parts = [leaf.reshape(*leaf.shape[:2], -1).double() for _, leaf in leaves(episodes.states)]
-    return torch.cat(parts, -1)
+    flat = torch.cat(parts, -1)
+    lengths, T = episodes.lengths, episodes.horizon
+    if bool((lengths == T).all()):
+        return flat
+    last = torch.where(lengths < T, lengths - 1, T)
+    moments = torch.minimum(torch.arange(T + 1, device=last.device), last[:, None])  # [B, T + 1]
+    return flat.gather(1, moments[..., None].expand_as(flat))
 
 
 def _starts(found: Episodes, cells: Cells, contexts: Tensor) -> tuple[Episodes, Tensor]:
@@ -224,15 +236,15 @@ def _starts(found: Episodes, cells: Cells, contexts: Tensor) -> tuple[Episodes, 
     assert found.contexts is not None
     assert found.returns is not None
     T = found.horizon
-    rarity = cells.rarity(found)[:, :T].square()  # [F, T]
+    rarity = cells.rarity(found)[:, :T].square() * found.alive  # [F, T]
     ranks = found.returns.double().argsort().argsort().double() / len(found)
-    lucky = (ranks >= 0.8).double()[:, None].expand(-1, T)
+    lucky = ((ranks >= 0.8).double()[:, None] + 1e-9) * found.alive
     rows, times = torch.empty_like(contexts), torch.empty_like(contexts)
     for c in found.contexts.unique().tolist():
         there = (found.contexts == c).nonzero()[:, 0]
         wanted = (contexts == c).nonzero()[:, 0]
         parts = wanted.chunk(2)
-        for part, weights in zip(parts, (rarity[there], lucky[there] + 1e-9), strict=False):
+        for part, weights in zip(parts, (rarity[there], lucky[there]), strict=False):
             levels = torch.rand(len(part), dtype=torch.float64, device=part.device)
             index = inverse_cdf(weights.flatten(), levels)
             rows[part], times[part] = there[index // T], index % T
@@ -244,40 +256,44 @@ def _played(
 ) -> Episodes:
     """Episodes of random actions, repeated for runs of a mean length `[B]`; the first steps may be given."""
     model, B = programs.model, len(contexts)
-    A, T = model.num_actions, model.horizon
+    T = model.horizon
     state = programs.initial(contexts)
     if start is not None:
         given, until = start
+        earned: Any = given.rewards
         state = map_state(lambda leaf: leaf[:, 0], given.states)
-    action = torch.randint(A, (B,), device=contexts.device)
+    action = random_actions(model, (B,))
+    alive, lengths = torch.ones_like(contexts, dtype=torch.bool), torch.zeros_like(contexts)
     states, actions, rewards = [state], [], []
     for t in range(T):
-        other = torch.randint(A, (B,), device=contexts.device)
-        action = torch.where(torch.rand(B, device=contexts.device) < 1 / runs, other, action)
+        other = random_actions(model, (B,))
+        action = where(torch.rand(B, device=contexts.device) < 1 / runs, other, action)
         if start is not None:
-            action = torch.where(t < until, given.actions[:, t], action)
+            action = where(t < until, given.actions[:, t], action)
         moved = programs.move(state, action, contexts)
         state = moved.state
+        reward, ended = moved.reward, moved.ended
         if start is not None:
             kept = t < until
             state = map_state(lambda new, old: where(kept, old[:, t + 1], new), state, given.states)  # noqa: B023
+            reward = torch.where(kept, earned[:, t], reward)
+            ended = None if ended is None else ended & ~kept
+        lengths += alive
+        alive = alive if ended is None else alive & ~ended
         states.append(state)
         actions.append(action)
-        rewards.append(moved.reward)
+        rewards.append(reward)
     return Episodes(
         actions=torch.stack(actions, 1),
         observations={},
         observed={},
+        lengths=lengths,
         contexts=contexts,
         states=map_state(lambda *each: torch.stack(each, 1), *states),
         rewards=torch.stack(rewards, 1),
+        discount=model.discount,
         zeroed=True,
     )
-
-
-def where(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Rows `[B, …]` of one tensor where a condition `[B]` holds, and of another elsewhere."""
-    return torch.where(condition.reshape(-1, *[1] * (one.dim() - 1)), one, other)
 
 
 def best(episodes: Episodes, C: int) -> Episodes:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import some_action
+from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import Filtering
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.knowledge import Knowledge
-from cpomdp_ppl.rng import index_at
 from cpomdp_ppl.rollout import require_finite_episodes
 from cpomdp_ppl.state import map_state
 from solvers.cids.belief_policy import Inputs
+from solvers.cids.policy import no_actions
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -24,9 +26,22 @@ if TYPE_CHECKING:
     from solvers.cids.policy import Exploring
 
 
+def where(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Rows `[B, …]` of one tensor where a condition `[B]` holds, and of another elsewhere."""
+    return torch.where(on_the_right(condition, one), one, other)
+
+
+def expected_reward(known: Knowledge, action: Tensor) -> Tensor:
+    """`E[r_c(s, a) | h, c]` of actions `[B]`, or `[B, D]`: `[B, C]`."""
+    if known.model.box is not None:
+        return known.expected_reward(action)
+    rewards = known.expected_rewards  # [B, C, A], which is there already
+    return rewards.gather(2, action[:, None, None].expand(*rewards.shape[:2], 1)).squeeze(2)
+
+
 @dataclass(frozen=True, eq=False)
 class Lead:
-    """Actions that are given, `[B, T]`, and for how many steps, `[B]`, before a policy acts by itself."""
+    """Actions that are given, `[B, T, …]`, and for how many steps, `[B]`, before a policy acts by itself."""
 
     actions: Tensor
     steps: Tensor
@@ -74,6 +89,7 @@ class _Step:
     reward: Tensor
     expected: Tensor  # E[r_c(s_t, a_t) | h_t, c], [B, C]
     percept: Percept
+    alive: Tensor  # which episodes had not ended before it, [B]
 
 
 @torch.no_grad()
@@ -86,8 +102,10 @@ def play_out(
     seed: int,
 ) -> Played:
     """Play episodes in contexts `[B]` with priors `[B, C]`, perhaps led for the first steps."""
-    policy, previous = acting.policy, torch.full_like(contexts, -1)
-    steps, first = [], None
+    policy, previous = acting.policy, no_actions(some_action(model, contexts.shape))
+    alive = torch.ones_like(contexts, dtype=torch.bool)
+    steps: list[_Step] = []
+    first = None
     with inference_scope(model, seed):
         programs = Generative(model)
         state = programs.initial(contexts)
@@ -97,15 +115,16 @@ def play_out(
             known = known.after(first)
         for t in range(model.horizon):
             inputs = policy.encoding(known)
-            probs = acting.probs(policy.decide(inputs), previous).double()  # [B, A]
-            action = index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
+            action = acting.draw(policy.decide(inputs), previous)
             if lead is not None:
-                action = torch.where(t < lead.steps, lead.actions[:, t], action)
+                action = where(t < lead.steps, lead.actions[:, t], action)
             step = programs.step(state, action, contexts)
-            rewards = known.expected_rewards  # [B, C, A]
-            expected = rewards.gather(2, action[:, None, None].expand(*rewards.shape[:2], 1)).squeeze(2)
-            steps.append(_Step(state, known, inputs, action, step.reward, expected, step.percept))
-            state, previous, known = step.state, action, known.after(step.percept)
+            percept = step.percept if step.ended is None else step.percept.only(alive)
+            expected = expected_reward(known, action)
+            steps.append(_Step(state, known, inputs, action, step.reward, expected, percept, alive))
+            if step.ended is not None:
+                alive = alive & ~step.ended
+            state, previous, known = step.state, action, known.after(percept)
     return _recorded(model, contexts, first, steps, state, known)
 
 
@@ -122,17 +141,19 @@ def _recorded(
     def stacked(name: str) -> Tensor:
         return torch.stack([getattr(step, name) for step in steps], 1)
 
-    percepts = [step.percept for step in steps]
+    percepts, alive = [step.percept for step in steps], stacked("alive")  # [B, T]
     sites = percepts[0].observations
     episodes = Episodes(
         actions=stacked("action"),
         observations={site: torch.stack([p.observations[site] for p in percepts], 1) for site in sites},
         observed={site: torch.stack([p.observed[site] for p in percepts], 1) for site in sites},
+        lengths=alive.sum(1),
         contexts=contexts,
         states=map_state(lambda *leaves: torch.stack(leaves, 1), *(step.state for step in steps), last_state),
         rewards=stacked("reward"),
         initial_observations=None if first is None else first.observations,
         initially_observed=None if first is None else first.observed,
+        discount=model.discount,
         zeroed=True,
     )
     require_finite_episodes(model, episodes)
@@ -143,7 +164,7 @@ def _recorded(
         # A context that is impossible stays so: -inf less -inf adds nothing.
         increments=totals.diff(dim=1).nan_to_num(nan=0.0, neginf=-torch.inf),
         initial_increment=totals[:, 0],
-        expected_reward=stacked("expected").double(),
+        expected_reward=torch.where(alive[..., None], stacked("expected").double(), 0.0),
         prior=model.prior(),
         ess=None if ess[0] is None else torch.stack(ess, 1),  # type: ignore[arg-type]
     )

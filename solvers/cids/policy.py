@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import pyro.distributions as dist
@@ -15,7 +16,8 @@ from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import invalid, require, require_count
 from cpomdp_ppl.policy import History, Percept, Policy
-from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rng import index_at, isolated
+from solvers.cids.box_distributions import BoxDistribution, as_family
 from solvers.cids.layers import log_softmax, lstm_step
 from solvers.cids.priors import log_odds
 from solvers.cids.schedules import as_schedule
@@ -27,16 +29,20 @@ if TYPE_CHECKING:
     from solvers.cids.estimator import Estimator
 
 
+Leaning: TypeAlias = Tensor | BoxDistribution
+"""What a network leans to do: logits `[…, A]` of finitely many actions, or distributions `[…]` over a box."""
+
+
 @runtime_checkable
 class SequencePolicy(Policy, Protocol):
     """A policy that can also read complete episodes at once, which is much faster than step by step."""
 
-    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Leaning, Tensor]:
         """What it would decide along episodes with priors `[B, C]`.
 
         Returns:
-            Logits of all actions at times 0 … T - 1, `[B, T, A]`, and what they were computed from,
-            `[B, T, H]`, for a critic to read.
+            Logits of all actions at times 0 … T - 1, `[B, T, A]`, or distributions `[B, T]` over a box, and
+            what they were computed from, `[B, T, H]`, for a critic to read.
         """
         ...
 
@@ -50,18 +56,47 @@ def as_learnable(policy: Any) -> Any:
     return policy
 
 
+class ActionLayer(nn.Linear):
+    """The last layer of a policy's network: logits of finitely many actions, or a distribution over a box.
+
+    At first, all actions are about as likely.
+    """
+
+    def __init__(self, model: CPOMDP, hidden: int, distribution: str | None = None) -> None:
+        family, box = as_family(model.box, distribution), model.box
+        super().__init__(hidden, model.num_actions if box is None else 2 * box.dim)
+        nn.init.orthogonal_(self.weight, gain=0.1)
+        nn.init.zeros_(self.bias)
+        self.family, self.box = family, box
+
+    def leaning(self, features: Tensor) -> Leaning:
+        """What features `[…, H]` lead to."""
+        return self.read(self(features))
+
+    def read(self, outputs: Tensor) -> Leaning:
+        """What the layer's outputs stand for."""
+        return outputs if self.family is None or self.box is None else self.family.of(self.box, outputs)
+
+
+def as_decision(leaning: Leaning) -> Decision:
+    """What a network leans to do at one time, as a decision."""
+    return dist.Categorical(logits=leaning) if isinstance(leaning, Tensor) else leaning
+
+
 LSTMMemory: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Hidden state `[B, H]`, cell `[B, H]`, and what the network reads of the prior."""
 
 
 class LSTMPolicy(nn.Module):
-    """An LSTM over what the agent has done and seen, with a linear layer for the actions' logits.
+    """An LSTM over what the agent has done and seen, with a linear layer for the actions.
 
     Args:
         model: The CPOMDP that it acts in.
         hidden: Number of hidden units H.
         amortised: Whether it also reads the prior, so that one policy serves many priors; otherwise it acts
             alike under all of them.
+        distribution: How it decides where actions are continuous: by a "squashed" Gaussian, which is the
+            default, or a "beta" distribution.
         seed: Seed of the initial weights.
 
     Examples:
@@ -73,7 +108,15 @@ class LSTMPolicy(nn.Module):
         torch.Size([10, 20])
     """
 
-    def __init__(self, model: CPOMDP, hidden: int = 64, *, amortised: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CPOMDP,
+        hidden: int = 64,
+        *,
+        amortised: bool = False,
+        distribution: str | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.hidden = require_count("hidden", hidden)
         self.amortised = amortised
@@ -81,9 +124,7 @@ class LSTMPolicy(nn.Module):
         size = self.encoding.size + (model.num_contexts if amortised else 0)
         with isolated(seed):
             self.lstm = nn.LSTM(size, hidden, batch_first=True)
-            self.logits = nn.Linear(hidden, model.num_actions)
-            nn.init.orthogonal_(self.logits.weight, gain=0.1)  # at first, all actions are about as likely
-            nn.init.zeros_(self.logits.bias)
+            self.logits = ActionLayer(model, hidden, distribution)
         self.to(model.device)
         self._model = (model,)  # out of sight of `parameters`: the model is not the policy's to learn
 
@@ -97,14 +138,15 @@ class LSTMPolicy(nn.Module):
         hidden, cell, believed = memory
         percept = torch.cat([self.encoding.step(history.latest, history.time), believed], -1)
         hidden, cell = lstm_step(self.lstm, percept, hidden, cell)
-        return dist.Categorical(logits=self.logits(hidden)), (hidden, cell, believed)
+        return as_decision(self.logits.leaning(hidden)), (hidden, cell, believed)
 
-    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[B, T, A]` and hidden states `[B, T, H]` along episodes."""
+    def unroll(self, episodes: Episodes, prior: Tensor) -> tuple[Leaning, Tensor]:
+        """Logits `[B, T, A]`, or distributions `[B, T]`, and hidden states `[B, T, H]` along episodes."""
         believed = self._believed(prior)[:, None].expand(-1, episodes.horizon, -1)
         hidden, _ = self.lstm(torch.cat([self.encoding.sequence(episodes), believed], -1))
         # Memory is laid out with time first, and a layer would copy what is not in order.
-        return self.logits(hidden.transpose(0, 1)).transpose(0, 1), hidden
+        outputs = self.logits(hidden.transpose(0, 1)).transpose(0, 1)
+        return self.logits.read(outputs), hidden
 
     def _believed(self, prior: Tensor) -> Tensor:
         """What the network reads of the prior, `[B, C]`, or `[B, 0]` for nothing."""
@@ -127,7 +169,8 @@ class Exploring:
     Attributes:
         policy: Whose decisions must be distributions.
         chance: Probability of a random action, with all actions equally likely.
-        persistence: What is added to the logit of the previous action.
+        persistence: What is added to the logit of the previous action; where actions are continuous, see
+            `BoxDistribution.near`.
     """
 
     policy: Any
@@ -150,7 +193,48 @@ class Exploring:
         decision, memory = self.policy.act(history, memory)
         if not self.chance and not self.persistence:
             return decision, memory
-        return dist.Categorical(probs=self.probs(_logits(decision), history.latest.action)), memory
+        leaning, previous = leaning_of(decision), history.latest.action
+        if isinstance(leaning, BoxDistribution):
+            if previous is None:
+                previous = torch.full_like(leaning.first, torch.nan)
+            return self.draw(leaning, previous), memory
+        return dist.Categorical(probs=self.probs(leaning, previous)), memory
+
+    def draw(self, leaning: Leaning, previous: Tensor) -> Tensor:
+        """Actions `[B]`, or `[B, D]`, given the previous ones."""
+        if isinstance(leaning, Tensor):
+            probs = self.probs(leaning, previous).double()  # [B, A]
+            return index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
+        drawn = leaning.near(previous, self.persistence).sample()
+        if not self.chance:
+            return drawn
+        by_chance = torch.rand(len(drawn), 1, device=drawn.device) < self.chance
+        return torch.where(by_chance, leaning.box.uniform(drawn).sample(drawn.shape[:1]), drawn)
+
+    def evaluate(self, leaning: Leaning, actions: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions in the eyes of a policy that leans to something, with gradients.
+
+        Args:
+            leaning: Logits `[…, A]`, or a distribution `[…]` over a box.
+            actions: `[…]`, or `[…, D]`.
+            previous: Those before them.
+
+        Returns:
+            `log π(a_t | h_t)` and the entropy of `π(· | h_t)`, `[…]` each. The entropy over a box leaves
+            chance out.
+        """
+        if isinstance(leaning, BoxDistribution):
+            tends = leaning.near(previous, self.persistence)
+            log_probs, entropies = tends.log_prob(actions), tends.entropy()
+            if self.chance:
+                evenly = math.log(self.chance) - float(tends.width.log().sum())
+                own = log_probs + math.log1p(-self.chance)
+                log_probs = torch.logaddexp(own, torch.full_like(own, evenly))
+            return log_probs, entropies
+        log_policy = self.log_probs(leaning, previous)  # […, A]
+        log_probs = log_policy.gather(-1, actions[..., None]).squeeze(-1)
+        possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
+        return log_probs, -(log_policy.exp() * possible).sum(-1)
 
     def probs(self, logits: Tensor, previous: Tensor | None) -> Tensor:
         """Probabilities of all actions, for logits `[…, A]` of the policy and previous actions `[…]`.
@@ -180,50 +264,54 @@ class Exploring:
         return logits + self.persistence * (previous[..., None] == actions)
 
 
-def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Tensor, Tensor | None]:
+def unroll(policy: Policy, episodes: Episodes, prior: Tensor) -> tuple[Leaning, Tensor | None]:
     """What a policy with priors `[B, C]` would decide along episodes, with gradients.
 
     Returns:
-        Logits `[B, T, A]`, and features `[B, T, H]` for a critic if the policy has any.
+        Logits `[B, T, A]`, or distributions `[B, T]`, and features `[B, T, H]` for a critic if the policy has
+        any.
     """
     if isinstance(policy, SequencePolicy):
         return policy.unroll(episodes, prior)
     T = episodes.horizon
     history = History((_initial_percept(episodes),))
     memory = policy.start(prior)
-    series = []
+    series: list[Any] = []
     for t in range(T):
         decision, memory = policy.act(history, memory)
-        series.append(_logits(decision))
+        series.append(leaning_of(decision))
         seen = {site: value[:, t] for site, value in episodes.observations.items()}
         flags = {site: flag[:, t] for site, flag in episodes.observed.items()}
         history = history.extended(Percept(episodes.actions[:, t], seen, flags))
-    return torch.stack(series, 1), None
+    stack = type(series[0]).stack if isinstance(series[0], BoxDistribution) else partial(torch.stack, dim=1)
+    return stack(series), None
 
 
 def previous_actions(actions: Tensor) -> Tensor:
-    """The action before each decision of episodes with actions `[B, T]`; -1 for none."""
-    return torch.cat([torch.full_like(actions[:, :1], -1), actions[:, :-1]], 1)
+    """The action before each decision of episodes with actions `[B, T, …]`.
 
-
-def evaluate_actions(
-    acting: Exploring, logits: Tensor, actions: Tensor, previous: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Actions `[B, T]` in the eyes of a policy with logits `[B, T, A]`; with gradients.
-
-    Returns:
-        `log π(a_t | h_t)` `[B, T]`, and the entropy of `π(· | h_t)` `[B, T]`.
+    For none it is -1, or NaN of continuous ones.
     """
-    log_policy = acting.log_probs(logits, previous)  # [B, T, A]
-    log_probs = log_policy.gather(2, actions[..., None]).squeeze(2)
-    possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
-    return log_probs, -(log_policy.exp() * possible).sum(-1)
+    return torch.cat([no_actions(actions[:, :1]), actions[:, :-1]], 1)
 
 
-def _logits(decision: Decision) -> Tensor:
-    if not isinstance(decision, Categorical):
-        raise invalid("policy", type(decision).__name__, "a Categorical over actions, to learn from")
-    return decision.logits
+def no_actions(like: Tensor) -> Tensor:
+    """What stands for no actions."""
+    return torch.full_like(like, torch.nan if like.is_floating_point() else -1)
+
+
+def leaning_of(decision: Decision) -> Leaning:
+    """What a policy leans to do, given its decision.
+
+    Raises:
+        ValueError: If it says only what it does.
+    """
+    if isinstance(decision, Categorical):
+        return decision.logits
+    if not isinstance(decision, BoxDistribution):
+        expected = "a Categorical over actions, or a SquashedGaussian or ScaledBeta over a box, to learn from"
+        raise invalid("policy", type(decision).__name__, expected)
+    return decision
 
 
 def _initial_percept(episodes: Episodes) -> Percept:

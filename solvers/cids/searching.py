@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.errors import require, require_count, require_number
 from cpomdp_ppl.generative import Generative
@@ -19,6 +20,7 @@ from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.rng import index_at, require_seed, seed_for
 from cpomdp_ppl.state import map_state
 from solvers.cids.belief_policy import BeliefPolicy
+from solvers.cids.playing import expected_reward
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
@@ -49,8 +51,8 @@ class Searching:
     A simulation draws context and state from the belief, takes the action, and follows the policy for a few
     steps, with the filter at work. It is worth the rewards that the filter expects on the way, plus τ times
     the fall of the posterior's entropy, plus the critic's value of the belief that it ends in; nothing at
-    the horizon. So it is in the critic's own terms, whose values have τ times the information to come in
-    them. The actions that are compared share contexts, states and random numbers.
+    the horizon, or where the episode has ended. So it is in the critic's own terms, whose values have τ times
+    the information to come in them. The actions that are compared share contexts, states and random numbers.
 
     Args:
         solution: What was fitted; its policy must read beliefs.
@@ -84,6 +86,7 @@ class Searching:
         policy = getattr(self.solution, "policy", None)
         reads = isinstance(policy, BeliefPolicy)
         require(reads, "solution", f"one with {type(policy).__name__}", "one whose policy reads beliefs")
+        require_finite_actions(self.model, "Searching")
         enough = require_count("simulations", self.simulations) >= 4 * FEWEST
         require(enough, "simulations", self.simulations, f"at least {4 * FEWEST}")
         if self.depth is not None:
@@ -174,6 +177,7 @@ class _Simulator:
     def __init__(self, settings: Searching, time: int) -> None:
         self.settings, self.policy = settings, settings.policy
         self.programs = Generative(settings.model)
+        self.time = time
         left = settings.model.horizon - time
         all_steps = settings.depth is None or not settings.has_critic
         self.depth = left if all_steps else min(left, settings.depth or left)
@@ -197,19 +201,22 @@ class _Simulator:
     def _value(self, known: Knowledge, state: Any, contexts: Tensor, action: Tensor) -> Tensor:
         """What simulations from R beliefs and states are worth that begin with actions `[R]`, `[R]`."""
         worth = self.settings.tau * remaining_entropy(known)
+        discount, alive = self.settings.model.discount, torch.ones_like(contexts, dtype=torch.bool)
         for step in range(1, self.depth + 1):
-            rewards = known.expected_rewards  # [R, C, A]
-            expected = rewards.gather(2, action[:, None, None].expand(*rewards.shape[:2], 1)).squeeze(2)
-            worth = worth + (known.log_posterior.exp() * expected).sum(1)
+            rewards = (known.log_posterior.exp() * expected_reward(known, action)).sum(1)
+            worth = worth + torch.where(alive, discount ** (self.time + step - 1) * rewards, 0.0)
             happened = self.programs.step(state, action, contexts)
-            state, known = happened.state, known.after(happened.percept)
+            percept = happened.percept
+            if happened.ended is not None:
+                percept, alive = percept.only(alive), alive & ~happened.ended
+            state, known = happened.state, known.after(percept)
             if step < self.depth:
                 probs = self.policy.decide(self.policy.encoding(known)).double().softmax(1)
                 levels = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device)
                 action = index_at(probs, levels)
         worth = worth - self.settings.tau * remaining_entropy(known)
         if self.asks_critic:
-            worth = worth + self.policy.values(self.policy.encoding(known))
+            worth = worth + torch.where(alive, self.policy.values(self.policy.encoding(known)), 0.0)
         return torch.where(known.lost, math.nan, worth)
 
 

@@ -221,7 +221,12 @@ def explorer(model: CPOMDP, found: Findings) -> ActorCritic:
 
 
 def persistence(model: CPOMDP, found: Findings) -> float:
-    """What an indifferent policy adds to a logit to repeat its actions for such runs as were found lucky."""
+    """How persistent an indifferent policy has to be to repeat actions for such runs as were found lucky.
+
+    To a logit this is added; over a box, see `BoxDistribution.near`.
+    """
+    if model.box is not None:
+        return math.log(found.run_length)
     return math.log(max((found.run_length - 1) * (model.num_actions - 1), 1.0))
 
 

@@ -39,6 +39,7 @@ from cpomdp_ppl.rng import fresh_seed, seed_for
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.state import leaves
 from solvers.cids.belief_policy import BeliefPolicy
+from solvers.cids.box_distributions import FAMILIES
 from solvers.cids.policy import LSTMPolicy, as_learnable
 from solvers.cids.searching import Searching
 from solvers.cids.verdict import FAILURES, Verdict
@@ -337,15 +338,21 @@ def _ours(model: CPOMDP, shape: Mapping[str, Any], weights: Mapping[str, Any], f
         raise CheckpointError(f"{file} is of a policy of an unknown kind: {kind!r}")
     name, expected = ("lstm.weight_hh_l0", (4 * hidden, hidden))
     if kind == "belief":
-        name, expected = "logits.weight", (model.num_actions, hidden)
+        outputs = model.num_actions if model.box is None else 2 * model.box.dim
+        name, expected = "logits.weight", (outputs, hidden)
     found = weights.get(name)
     size = tuple(found.shape) if isinstance(found, Tensor) and found.is_contiguous() else None
     if size != expected:  # what is not contiguous may be smaller than it looks
         raise CheckpointError(f"{file} is of a policy with hidden = {hidden}, but its weights are {size}")
+    family = shape.get("distribution")
+    if family not in (None, *FAMILIES):
+        raise CheckpointError(f"{file} is of a policy with an unknown distribution: {family!r}")
     if kind == "lstm":
-        return LSTMPolicy(model, hidden, amortised=bool(shape.get("amortised", False)))
+        amortised = bool(shape.get("amortised", False))
+        return LSTMPolicy(model, hidden, amortised=amortised, distribution=family)
     try:
-        return BeliefPolicy(model, hidden, likelihood=_filter_of(shape.get("likelihood"), file))
+        likelihood = _filter_of(shape.get("likelihood"), file)
+        return BeliefPolicy(model, hidden, likelihood=likelihood, distribution=family)
     except (*FAILURES, CompilerError) as error:
         raise CheckpointError(f"{file}: the filter of its policy cannot serve this model: {error}") from error
 
@@ -403,6 +410,8 @@ def shape_of(policy: Any) -> dict[str, Any]:
     if kind is None:
         return {"policy": None, "hidden": None, "amortised": False}
     shape = {"policy": kind, "hidden": policy.hidden, "amortised": policy.amortised}
+    names = [name for name, family in FAMILIES.items() if family is policy.logits.family]
+    shape |= {"distribution": names[0]} if names else {}
     return shape | ({"likelihood": backend_as_data(policy.backend)} if kind == "belief" else {})
 
 
@@ -411,7 +420,8 @@ def _summary(solution: Solution) -> dict[str, str]:
     model, policy, history, settings = solution.model, solution.policy, solution.history, solution.settings
     played, ceiling, size = history.sizes["iteration"], settings.get("iterations"), settings.get("batch_size")
     end = history.isel(iteration=slice(-LAST, None))
-    counts = f"{model.num_contexts} contexts, {model.num_actions} actions, {model.horizon} steps"
+    actions = f"{model.num_actions} actions" if model.box is None else f"actions of {model.box.dim} numbers"
+    counts = f"{model.num_contexts} contexts, {actions}, {model.horizon} steps"
     told = {"model": f"{type(model).__name__}: {counts}", "policy": type(policy).__name__}
     if isinstance(policy, nn.Module):
         told["policy"] += f", {sum(weight.numel() for weight in policy.parameters()):,} weights"

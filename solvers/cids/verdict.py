@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import probe_names, probes
 from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import (
@@ -173,22 +174,24 @@ class FixedPlan:
     """A policy that does what it had planned beforehand, whatever it sees.
 
     Attributes:
-        actions: What it does at each time, `[T]`.
+        actions: What it does at each time, `[T]` or `[T, D]`.
     """
 
     actions: Tensor
 
     @staticmethod
-    def always(model: CPOMDP, action: int) -> FixedPlan:
+    def always(model: CPOMDP, action: int | Tensor) -> FixedPlan:
         """The same action all the time."""
-        return FixedPlan(torch.full((model.horizon,), action, device=model.device))
+        action = torch.as_tensor(action, device=model.device)
+        return FixedPlan(action.expand(model.horizon, *action.shape))
 
     def start(self, prior: Tensor) -> None:
         """It remembers nothing."""
 
     def act(self, history: History, memory: None) -> tuple[Tensor, None]:
         """The action of this time."""
-        return self.actions[history.time].expand(history.num_episodes), None
+        action = self.actions[history.time]
+        return action.expand(history.num_episodes, *action.shape), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +320,8 @@ def judge(
         trial: What they play.
         policy: The learned policy, a module.
         before: Its weights before training, or the rule that it was started from.
-        plans: Actions `[T]`, or for each context the best that are known, `[C, T]`; None for none.
+        plans: Actions `[T]`, or for each context the best that are known, `[C, T]`, each with a last axis
+            if continuous; None for none.
 
     Returns:
         The verdict; None if the learned policy itself cannot be judged, or there is nobody to compare with.
@@ -328,8 +332,8 @@ def judge(
     except FAILURES:
         return None
     model = trial.model
-    every = {f"doing '{name}' all the time": name for name in model.action_names}
-    fixed = {name: FixedPlan.always(model, a) for a, name in enumerate(every)}
+    every = {f"doing '{name}' all the time": name for name in probe_names(model)}
+    fixed = {name: FixedPlan.always(model, a) for name, a in zip(every, probes(model), strict=True)}
     if plans is not None:
         name, plan = best_plan(trial, plans)
         fixed |= {} if bool((plan.actions == plan.actions[0]).all()) else {name: plan}
@@ -368,7 +372,7 @@ def best_plan(trial: Trial, plans: Tensor) -> tuple[str, FixedPlan]:
 
     Among equally likely contexts it is the one whose plan earns most under the prior.
     """
-    if plans.dim() == 1:
+    if plans.dim() == 1 + (trial.model.box is not None):
         return "a fixed plan", FixedPlan(plans)
     model, prior = trial.model, trial.prior
     likeliest = (prior >= prior.max() * (1 - ROUNDING)).nonzero()[:, 0]
@@ -379,14 +383,14 @@ def best_plan(trial: Trial, plans: Tensor) -> tuple[str, FixedPlan]:
 
 
 def earnings(model: CPOMDP, plans: Tensor, prior: Tensor, seed: int) -> Tensor:
-    """What fixed plans `[P, T]` earn on average, as some episodes tell, float64 `[P]`."""
+    """What fixed plans `[P, T, …]` earn on average, as some episodes tell, float64 `[P]`."""
     P = len(plans)
     contexts = stratified(prior, PLANNED_EPISODES).repeat(P)  # [P · B]
     tally = Tally(model, contexts)
     with inference_scope(model, seed):
         programs = Generative(model)
         state = programs.initial(contexts)
-        for action in plans.repeat_interleave(PLANNED_EPISODES, 0).T:  # [P · B] at each time
+        for action in plans.repeat_interleave(PLANNED_EPISODES, 0).movedim(1, 0):  # [P · B, …] at each time
             moved = programs.move(state, action, contexts)
             state = moved.state
             tally.add(moved)

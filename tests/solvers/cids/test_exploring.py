@@ -11,7 +11,7 @@ import torch
 from cpomdp_ppl import simulate
 from cpomdp_ppl.models import LineGrid
 from cpomdp_ppl.policy import History, Percept
-from solvers.cids.policy import Exploring, evaluate_actions, previous_actions
+from solvers.cids.policy import Exploring, previous_actions
 
 NEVER = -torch.inf
 
@@ -73,7 +73,7 @@ def test_what_is_ruled_out_stays_so(chance, persistence):
     logits = torch.tensor([[0.0, NEVER, 1.0]], requires_grad=True)
     previous = torch.tensor([1])
     assert float(acting.probs(logits, previous).detach()[0, 1]) == 0.0
-    log_probs, entropy = evaluate_actions(acting, logits[None], torch.tensor([[2]]), previous[None])
+    log_probs, entropy = acting.evaluate(logits[None], torch.tensor([[2]]), previous[None])
     p = by_hand((0.0, NEVER, 1.0), 1, chance, persistence)
     assert log_probs.item() == pytest.approx(math.log(p[2]))
     assert entropy.item() == pytest.approx(-p[0] * math.log(p[0]) - p[2] * math.log(p[2]))
@@ -102,7 +102,7 @@ def test_the_score_has_mean_zero(chance, persistence):
 def test_entropies_are_of_the_policy_that_acts():
     acting = Exploring(None, 0.2, 1.5)
     logits = torch.tensor([[[0.3, -1.0, 2.0], [0.3, -1.0, 2.0]]])
-    _, entropies = evaluate_actions(acting, logits, torch.tensor([[1, 0]]), torch.tensor([[-1, 1]]))
+    _, entropies = acting.evaluate(logits, torch.tensor([[1, 0]]), torch.tensor([[-1, 1]]))
     for t, previous in enumerate((-1, 1)):
         p = by_hand((0.3, -1.0, 2.0), previous, 0.2, 1.5)
         assert float(entropies[0, t]) == pytest.approx(-sum(x * math.log(x) for x in p))
