@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.handlers import (
     Batched,
@@ -85,10 +86,11 @@ def dependencies(model: CPOMDP, signature: Signature) -> Dependencies:
     if len(signature.observations) < 2:
         return Dependencies()
     plate_axes = (1,) * model.max_plate_nesting
-    C, A = model.num_contexts, model.num_actions
+    action = probes(model)
+    C, A = model.num_contexts, len(action)
     S = torch.Size((C, A, max(2, min(STATES_FOLLOWED, CELLS_FOLLOWED // (C * A)))))
     context = torch.arange(C, device=model.device).reshape(-1, 1, 1, *plate_axes)
-    action = torch.arange(A, device=model.device).reshape(1, -1, 1, *plate_axes)
+    action = action.reshape(1, -1, 1, *plate_axes, *action.shape[1:])
     found: list[_Followed] = []
     with torch.no_grad(), poutine.block(), model.running():
         with Batched(S, model.max_plate_nesting):

@@ -115,7 +115,8 @@ class CPOMDP(PyroModule):
 
         Models whose episodes may end before the horizon write this program, which has no sample sites. The
         agent sees whether they do: that is one more observation site, `ended`, so that to go on is evidence,
-        too. What `observation` shows of the last state is still seen.
+        too. What `observation` shows of the last state is still seen. Programs go on running for episodes
+        that are over, beside the others: what they make of them must be proper, and counts for nothing.
         """
         raise NotImplementedError
 

@@ -129,6 +129,9 @@ def read_signature(model: CPOMDP) -> Signature:
         state = model.initial(zero)
         with Recorded() as program:
             model.percept(state, some_action(model, plate_axes), zero)
+    if ENDED in program.sites and not model.can_end:
+        fault = f"observation: a site may not be called '{ENDED}'; that is told by the program `ends`"
+        raise ModelError(type(model).__name__, [fault])
     sites = {}
     for name, site in program.sites.items():
         if not bool(torch.as_tensor(site["scale"] == 1).all()):

@@ -9,6 +9,7 @@ from pyro.nn import PyroParam
 from torch.distributions import constraints
 
 from cpomdp_ppl import CPOMDP
+from cpomdp_ppl.actions import Box
 
 
 class Still(CPOMDP):
@@ -160,3 +161,57 @@ class Noting:
 
     def observation(self, state, action, context):
         super().observation(pyro.deterministic("seen", state), action, context)
+
+
+class Reef(CPOMDP):
+    """A robot on a line, and a reef at 2 on one side by context, where the episode ends; rocks end it, too.
+
+    What it earns depends on where it lands. Finite: states are positions −3 … 3.
+    """
+
+    contexts, actions, horizon, states = ("reef left", "reef right"), ("left", "right"), 4, 7
+    discount = 0.9
+    rocks = 0.0
+
+    def initial(self, context):
+        return torch.tensor(3)
+
+    def transition(self, state, action, context):
+        slips = pyro.sample("slips", dist.Bernoulli(0.2))
+        return (state + torch.where(slips == 1, 0, 2 * action - 1)).clamp(0, 6)
+
+    def observation(self, state, action, context):
+        towards = torch.where(context == 0, state < 3, state > 3)
+        pyro.sample("surf", dist.Bernoulli(torch.where(towards, 0.7, 0.4)))
+
+    def ends(self, state, action, context):
+        return torch.where(state == torch.where(context == 0, 1, 5), 1.0, self.rocks)
+
+    def reward(self, state, action, context, next_state):
+        return (next_state - state).abs().float() - 5.0 * (self.ends(next_state, action, context) == 1)
+
+
+class Sail(CPOMDP):
+    """A boat steered by a real number and driven by another; wind by context, and the episode may end.
+
+    Whether it does is noisy, and depends on where it is.
+    """
+
+    contexts, horizon, discount = 2, 4, 0.8
+    actions = Box((-1.0, 0.0), (1.0, 3.0), names=("steer", "drive"))
+
+    def initial(self, context):
+        return pyro.sample("x", dist.Normal(0.0, 0.5))
+
+    def transition(self, state, action, context):
+        drift = torch.where(context == 0, -0.5, 0.5)
+        return pyro.sample("x", dist.Normal(state + action[..., 0] * action[..., 1] + drift, 0.3))
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 0.5).mask(action[..., 1] < 2.0))
+
+    def ends(self, state, action, context):
+        return torch.sigmoid(2.0 * (state.abs() - 2.0))
+
+    def reward(self, state, action, context):
+        return state - 0.1 * action.square().sum(-1)

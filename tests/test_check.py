@@ -13,8 +13,9 @@ from pyro.nn import PyroSample
 from torch.distributions import constraints
 
 from cpomdp_ppl import ModelError, RandomPolicy, simulate
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.signature import signature
-from tests.programs import EyesOpen, Learnable, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Reef, Sail, Walk
 
 BROKEN: dict[str, tuple[type[Walk], list[str]]] = {}
 
@@ -374,6 +375,135 @@ class WrapsItsState(Walk):
         return {"state": state}
 
 
+@broken("ends: has sample sites ['over']", "must be a function")
+class EndsBySite(Reef):
+    def ends(self, state, action, context):
+        return pyro.sample("over", dist.Bernoulli(torch.full(state.shape, 0.5)))
+
+
+@broken("ends: draws random numbers outside of `pyro.sample`, from torch", "must be a function", "'left'")
+class EndsByChance(Reef):
+    def ends(self, state, action, context):
+        return torch.rand(state.shape) < 0.5
+
+
+@broken("ends: is 1.5 in context 'reef left' for action 'left'", "truth values, or probabilities from 0 to 1")
+class MoreThanCertain(Reef):
+    def ends(self, state, action, context):
+        return torch.where((context == 0) & (action == 0), 1.5, 0.0).expand(state.shape)
+
+
+@broken("ends: is -", "at time", "random actions", "from 0 to 1")
+class LessThanNeverLater(Reef):
+    def ends(self, state, action, context):
+        return torch.where(state < 2, -0.25, 0.0)
+
+
+@broken("ends: is not finite", "context 'reef right'")
+class EndsUndefined(Reef):
+    def ends(self, state, action, context):
+        return torch.where(context == 0, 0.5, float("nan"))
+
+
+@broken("ends: returns a bool", "not a tensor")
+class EndsByPython(Reef):
+    def ends(self, state, action, context):
+        return False
+
+
+@broken("ends: returns None", "is a return missing?")
+class EndsForgotReturn(Reef):
+    def ends(self, state, action, context):
+        state > 5  # noqa: B015
+
+
+@broken("ends: has shape [3]", "does not broadcast")
+class EndsOfThree(Reef):
+    def ends(self, state, action, context):
+        return torch.zeros(3)
+
+
+@broken("ends: raises", "TypeError")
+class EndsOfTwo(Reef):
+    def ends(self, state, action):
+        return state > 5
+
+    def reward(self, state, action, context):
+        return torch.zeros(())
+
+
+@broken("ends: what it does for one particle depends on other particles")
+class EndsTogether(Reef):
+    def ends(self, state, action, context):
+        return (state - state.amin()).sign().float()
+
+
+@broken("observation: a site may not be called 'ended'", "`ends`")
+class TakesTheNameOfTheEnd(Reef):
+    def observation(self, state, action, context):
+        pyro.sample("ended", dist.Bernoulli(0.5))
+
+
+@broken("observation: a site may not be called 'ended'", "`ends`")
+class TellsOfNoEnd(Walk):
+    def observation(self, state, action, context):
+        pyro.sample("ended", dist.Normal(state, 0.5))
+
+
+@broken("transition: a site may not be called 'ended'")
+class HidesAnEnd(Walk):
+    def transition(self, state, action, context):
+        return state + pyro.sample("ended", dist.Normal(0.0, 1.0))
+
+
+@broken("reward: is not finite in context 'reef left'", "at time 2", "random actions")
+class InfiniteOnArrival(Reef):
+    def reward(self, state, action, context, next_state):
+        return torch.where((context == 0) & (state == 1) & (next_state == 0), float("inf"), 0.0)
+
+
+@broken("reward: raises", "KeyError")
+class ArrivesNowhere(Reef):
+    def reward(self, state, action, context, next_state):
+        return {}["next"] + state
+
+
+@broken("transition: raises for action 'steer lowest'", "ValueError")
+class CannotSteerLeft(Sail):
+    def transition(self, state, action, context):
+        if bool((action[..., 0] < -0.99).all()):
+            raise ValueError("stuck")
+        return super().transition(state, action, context)
+
+
+@broken("reward: is not finite", "for action 'drive lowest'")
+class DividesByDrive(Sail):
+    def reward(self, state, action, context):
+        return state / action[..., 1]
+
+
+@broken("transition: 'state' has shape", "for action 'middle'", "does not broadcast to [2, 13, 11]")
+class ForgetsTheAxis(Sail):
+    actions = Box(-1.0, 1.0)
+
+    def transition(self, state, action, context):
+        return state[..., None] + action
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state, 0.5))
+
+    def reward(self, state, action, context):
+        return state
+
+
+@broken("observation: the mask of site 'z' depends on the hidden state", "at time", "random actions")
+class LooksInTheMiddle(Sail):
+    def observation(self, state, action, context):
+        steering = action[..., 0].abs() > 0.2
+        among_probes = (action[..., 0].abs() == 1.0) | (action[..., 0] == 0.0)
+        pyro.sample("z", dist.Normal(state, 0.5).mask(among_probes | ~steering | (state > 0)))
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_program_is_named(name):
     model, words = BROKEN[name]
@@ -399,6 +529,9 @@ DEFINITIONS = [
     (dict(context_prior=(1.0,)), r"context_prior: expected shape \[2\]"),
     (dict(context_prior="even"), "context_prior: expected probabilities"),
     (dict(states=0), "states: expected None or a positive number"),
+    (dict(discount=1.5), "discount: expected a number above 0 and at most 1, got 1.5"),
+    (dict(discount=0), "discount: expected a number above 0 and at most 1, got 0"),
+    (dict(reward=lambda self, state: state), r"reward: expected the arguments .*, got \(state\)"),
     (dict(max_plate_nesting=-1), "max_plate_nesting: expected a number of axes"),
 ]
 
@@ -471,7 +604,55 @@ class Certain(Walk):
         return pyro.sample("x", dist.Delta((state * torch.tensor([0.1, 0.2]).sum()).sin()))
 
 
-@pytest.mark.parametrize("make", [Walk, Plates, EyesOpen, Learnable, Detector, Last, Certain])
+class Always(Reef):
+    """An end that is certain, told as an index."""
+
+    def ends(self, state, action, context):
+        return torch.ones((), dtype=torch.long)
+
+
+class Never(Plates):
+    """An end that is impossible, in a program with plates."""
+
+    def ends(self, state, action, context):
+        return torch.zeros(1, dtype=torch.bool)
+
+
+class OnlyEnds(Reef):
+    """Nothing is seen but whether it goes on."""
+
+    def observation(self, state, action, context):
+        pass
+
+
+class Steered(Plates):
+    """Continuous actions, and plates."""
+
+    actions = Box(-1.0, 1.0)
+
+    def transition(self, state, action, context):
+        with pyro.plate("legs", 2):
+            return pyro.sample("x", dist.Normal(state + action[..., 0], 1.0))
+
+
+SOUND = [
+    Walk,
+    Plates,
+    EyesOpen,
+    Learnable,
+    Detector,
+    Last,
+    Certain,
+    Reef,
+    Sail,
+    Always,
+    Never,
+    OnlyEnds,
+    Steered,
+]
+
+
+@pytest.mark.parametrize("make", SOUND)
 def test_sound_programs_pass(make):
     make().check()
 
@@ -537,3 +718,8 @@ def test_values_of_the_param_store_are_checked():
         pyro.get_param_store()["drift"] = torch.tensor(float("inf"))
         with pytest.raises(ModelError, match="transition"):
             Learnable().check()
+
+
+def test_a_site_of_the_name_of_the_end_is_refused_without_a_check_too():
+    with pytest.raises(ModelError, match="observation: a site may not be called 'ended'"):
+        simulate(TellsOfNoEnd(), RandomPolicy(2), 3, seed=0)

@@ -49,10 +49,11 @@ class Call:
     model: CPOMDP
     program: str
     state: Any  # None for `initial`
-    action: Tensor | None  # [1, episode or 1, 1]
+    action: Tensor | None  # [1, episode or 1, 1], or [1, episode or 1, 1, …, D]
     context: Tensor  # [C, 1, 1]
     shape: tuple[int, int, int]
     when: str = ""  # in words that can end a sentence: " for action 'left'"
+    arrival: Any = None  # the next state, for rewards that depend on it
 
     def arguments(self) -> tuple[Any, ...]:
         """Copies of the arguments, which a program may spoil."""
@@ -60,7 +61,8 @@ class Call:
         if self.program == "initial":
             return (context,)
         action = None if self.action is None else self.action.clone()
-        return map_state(torch.clone, self.state), action, context
+        arrival = () if self.arrival is None else (map_state(torch.clone, self.arrival),)
+        return map_state(torch.clone, self.state), action, context, *arrival
 
     def run(
         self, values: dict[str, Tensor] | None = None, arguments: tuple[Any, ...] | None = None
@@ -78,9 +80,12 @@ class Call:
         action = self.action
         if action is not None and action.shape[1] > 1:
             action = action[:, e : e + 1]
-        state = None if self.state is None else map_state(lambda leaf: cell(leaf, c, e, n), self.state)
+        state, arrival = (
+            None if state is None else map_state(lambda leaf: cell(leaf, c, e, n), state)
+            for state in (self.state, self.arrival)
+        )
         context = self.context[c : c + 1]
-        return Call(self.model, self.program, state, action, context, (1, 1, 1), self.when)
+        return Call(self.model, self.program, state, action, context, (1, 1, 1), self.when, arrival)
 
     def full_shape(self) -> tuple[int, ...]:
         """The batch, and an axis of size 1 for each of the programs' plates."""

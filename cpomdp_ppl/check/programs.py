@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
+from cpomdp_ppl.actions import probe_names, probes, random_actions
 from cpomdp_ppl.check.call import Call, Faults, Sites, cell, first_line
 from cpomdp_ppl.check.results import (
-    check_finite_reward,
+    check_function,
     check_masks,
     check_names,
-    check_reward,
+    check_numbers,
     check_site,
     check_sites_agree,
     checked_state,
@@ -60,7 +62,7 @@ def program_faults(model: CPOMDP) -> list[str]:
 
 
 def _check_programs(model: CPOMDP, faults: Faults) -> None:
-    C, A = model.num_contexts, model.num_actions
+    C = model.num_contexts
     template = _first_state(model)
     E, N = _trial_sizes(model, template)
     S = (C, E, N)
@@ -75,23 +77,18 @@ def _check_programs(model: CPOMDP, faults: Faults) -> None:
     if state is None:
         return
 
-    actions = {
-        f" for action '{name}'": torch.full((1, 1, 1, *plate_axes), a, device=model.device)
-        for a, name in enumerate(model.action_names)
-    }
-    mixed = (torch.arange(E, device=model.device) % A).reshape(1, E, 1, *plate_axes)
-    actions[" for a batch of different actions"] = mixed
     observed: dict[str, tuple[str, ...]] = {}
-    for when, action in actions.items():
-        reward_call = Call(model, "reward", state, action, context, S, when)
-        reward = try_call(reward_call, faults)
-        if reward is not None:
-            check_reward(reward_call, *reward, faults)
-        call = Call(model, "transition", state, action, context, S, when)
-        moved = try_call(call, faults)
-        after = None if moved is None else checked_state(call, moved[0], template, faults)
-        # If there is nowhere to go, look around at the start.
-        call = Call(model, "observation", state if after is None else after, action, context, S, when)
+    for when, action in _trial_actions(model, E).items():
+        transition = Call(model, "transition", state, action, context, S, when)
+        moved = try_call(transition, faults)
+        after = None if moved is None else checked_state(transition, moved[0], template, faults)
+        if after is None:  # if there is nowhere to go, look around at the start
+            after = state
+        for call in _functions(transition, after, when):
+            found = try_call(call, faults)
+            if found is not None:
+                check_function(call, *found, faults)
+        call = Call(model, "observation", after, action, context, S, when)
         sites = _check_observation(call, faults)
         if sites is not None:
             observed[when] = tuple(sites)
@@ -102,8 +99,30 @@ def _check_programs(model: CPOMDP, faults: Faults) -> None:
         sites = _check_observation(Call(model, "observation", state, None, context, S, when), faults)
         if sites is not None:
             observed[when] = tuple(sites)
-    check_sites_agree(observed, faults)
+    check_sites_agree(model, observed, faults)
     _check_episodes(model, state, template, context, S, faults)
+
+
+def _trial_actions(model: CPOMDP, E: int) -> dict[str, Tensor]:
+    """Actions, each alone and all in a batch of E episodes, by the words that tell when."""
+    tried = probes(model)
+    own, plate_axes = tried.shape[1:], (1,) * model.max_plate_nesting
+    actions = {
+        f" for action '{name}'": action.reshape(1, 1, 1, *plate_axes, *own)
+        for name, action in zip(probe_names(model), tried, strict=True)
+    }
+    mixed = tried[torch.arange(E, device=model.device) % len(tried)]
+    return actions | {" for a batch of different actions": mixed.reshape(1, E, 1, *plate_axes, *own)}
+
+
+def _functions(transition: Call, after: Any, now: str) -> list[Call]:
+    """The calls of programs without sites beside that of a transition: the reward, and whether that ends."""
+    model = transition.model
+    arrival = after if model.pays_on_arrival else None
+    calls = [replace(transition, program="reward", when=now, arrival=arrival)]
+    if model.can_end:
+        calls.append(replace(transition, program="ends", state=after))
+    return calls
 
 
 def _check_observation(call: Call, faults: Faults) -> Sites | None:
@@ -140,7 +159,8 @@ def _is_state(template: Any, faults: Faults) -> bool:
 
 def _trial_sizes(model: CPOMDP, template: Any) -> tuple[int, int]:
     """Numbers of episodes and particles that no other axis has, with episodes enough for every action."""
-    lengths = {model.num_contexts, model.num_actions}
+    tried = probes(model)
+    lengths = {model.num_contexts, *tried.shape}
     lengths |= {size for _, leaf in leaves(template) for size in getattr(leaf, "shape", ())}
     try:
         sites = read_signature(model).observations.values()
@@ -149,7 +169,7 @@ def _trial_sizes(model: CPOMDP, template: Any) -> tuple[int, int]:
         pass
     sizes = (prime for prime in PRIMES if prime not in lengths)
     N = next(sizes, 47)
-    E = next((prime for prime in sizes if prime > model.num_actions), model.num_actions + 1)
+    E = next((prime for prime in sizes if prime > len(tried)), len(tried) + 1)
     return E, N
 
 
@@ -163,20 +183,18 @@ def _check_episodes(
     plate_axes = (1,) * model.max_plate_nesting
     moves = Faults() if faults.has("transition") else faults
     for t in range(min(model.horizon, MAX_STEPS)):
-        action = torch.randint(model.num_actions, (1, S[1], 1, *plate_axes), device=model.device)
+        action = random_actions(model, (1, S[1], 1, *plate_axes))
         now, later = (f" at time {time} of an episode of random actions" for time in (t, t + 1))
-        if not faults.has("reward"):
-            call = Call(model, "reward", state, action, context, S, now)
-            reward = _run_later(call, faults)
-            if reward is not None:
-                check_finite_reward(call, reward[0], faults)
-        call = Call(model, "transition", state, action, context, S, later)
-        moved = _run_later(call, moves)
-        if moved is None:
+        transition = Call(model, "transition", state, action, context, S, later)
+        moved = _run_later(transition, moves)
+        after = None if moved is None else checked_state(transition, moved[0], template, moves)
+        if after is None:
             return
-        state = checked_state(call, moved[0], template, moves)
-        if state is None:
-            return
+        for call in _functions(transition, after, now):
+            found = None if faults.has(call.program) else _run_later(call, faults)
+            if found is not None:
+                check_numbers(call, found[0], faults)
+        state = after
         if not faults.has("observation"):
             call = Call(model, "observation", state, action, context, S, later)
             seen = _run_later(call, faults)
@@ -219,7 +237,8 @@ def try_call(call: Call, faults: Faults) -> tuple[Any, Sites] | None:
         hidden = " and ".join(_hidden_draws(call, sites))
         if hidden:
             sites_instead = "make each of them a sample site: others can be neither scored nor replayed"
-            instead = "it must be a function of its arguments" if call.program == "reward" else sites_instead
+            function = call.program in ("reward", "ends")
+            instead = "it must be a function of its arguments" if function else sites_instead
             what = f"draws random numbers outside of `pyro.sample`, from {hidden}{call.when}; {instead}"
             faults.report(call.program, "random", what)
         else:

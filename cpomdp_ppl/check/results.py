@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cpomdp_ppl.check.call import Faults, first_line
 from cpomdp_ppl.handlers import mask_of
+from cpomdp_ppl.signature import ENDED
 from cpomdp_ppl.state import leaves, map_state, structure
 
 if TYPE_CHECKING:
@@ -99,29 +100,37 @@ def _leaf_fault(call: Call, name: str, tensor: Any, leaf: Tensor) -> tuple[str, 
     return "range", f"state index {extremes}{where}{when} is not within 0 to {model.states - 1}"
 
 
-def check_reward(call: Call, reward: Any, sites: Sites, faults: Faults) -> None:
-    """A reward is a finite tensor that broadcasts to the batch, and comes without sample sites."""
+def check_function(call: Call, result: Any, sites: Sites, faults: Faults) -> None:
+    """A reward, or a chance to end, is a tensor that broadcasts to the batch, and comes without sites."""
     if sites:
         what = f"has sample sites {sorted(sites)}; it must be a function of its arguments"
-        faults.report("reward", "sites", what)
-    if not isinstance(reward, Tensor):
-        faults.report("reward", "type", f"returns a {type(reward).__name__}{call.when}, not a tensor")
+        faults.report(call.program, "sites", what)
+    if not isinstance(result, Tensor):
+        faults.report(call.program, "type", f"returns a {type(result).__name__}{call.when}, not a tensor")
         return
     full = call.full_shape()
     try:
-        reward = reward.expand(full)
+        result = result.expand(full)
     except RuntimeError:
-        what = f"has shape {list(reward.shape)}{call.when}, which does not broadcast to {list(full)}"
-        faults.report("reward", "shape", what)
+        what = f"has shape {list(result.shape)}{call.when}, which does not broadcast to {list(full)}"
+        faults.report(call.program, "shape", what)
         return
-    check_finite_reward(call, reward, faults)
+    check_numbers(call, result, faults)
 
 
-def check_finite_reward(call: Call, reward: Any, faults: Faults) -> None:
-    """A reward is finite."""
-    where = first_context(call.model, ~torch.isfinite(torch.as_tensor(reward)))
+def check_numbers(call: Call, result: Any, faults: Faults) -> None:
+    """A reward is finite, and a chance to end is a probability."""
+    numbers = torch.as_tensor(result)
+    where = first_context(call.model, ~torch.isfinite(numbers))
     if where is not None:
-        faults.report("reward", "finite", f"is not finite{where}{call.when}")
+        faults.report(call.program, "finite", f"is not finite{where}{call.when}")
+    elif call.program == "ends":
+        bad = (numbers < 0) | (numbers > 1)
+        where = first_context(call.model, bad)
+        if where is not None:
+            found = f"{numbers[bad][0].item():.6g}"
+            what = f"is {found}{where}{call.when}; return truth values, or probabilities from 0 to 1"
+            faults.report("ends", "range", what)
 
 
 def check_masks(call: Call, sites: Sites, faults: Faults) -> None:
@@ -152,19 +161,21 @@ def check_masks(call: Call, sites: Sites, faults: Faults) -> None:
 def check_names(
     model: CPOMDP, initial: set[str], transition: set[str], observation: set[str], faults: Faults
 ) -> None:
-    """No two programs of one time step share the name of a site, and none takes the action's."""
+    """No two programs of one time step share the name of a site, and none takes those of the engine."""
     latent = transition | (initial if model.initial_observation else set())
     if latent & observation:
         what = f"shares site names {sorted(latent & observation)} with the state's programs"
         faults.report("observation", "names", what)
     for program, names in (("initial", initial), ("transition", transition), ("observation", observation)):
-        if "a" in names:
-            faults.report(program, "reserved", "a site may not be called 'a'; that name is the action's")
+        for name, whose in (("a", "the action's"), (ENDED, "that of the end, which `ends` tells of")):
+            if name in names:
+                what = f"a site may not be called '{name}'; that name is {whose}"
+                faults.report(program, f"reserved {name}", what)
 
 
-def check_sites_agree(observed: dict[str, tuple[str, ...]], faults: Faults) -> None:
+def check_sites_agree(model: CPOMDP, observed: dict[str, tuple[str, ...]], faults: Faults) -> None:
     """An observation program has the same sites on every occasion, given by the words for it."""
-    if observed and not any(observed.values()):
+    if observed and not any(observed.values()) and not model.can_end:
         faults.report("observation", "none", "has no sample sites; there is nothing to observe")
     first, *others = observed or [""]
     for when in others:
