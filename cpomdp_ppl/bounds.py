@@ -46,18 +46,20 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
     less a policy earns is an upper bound on its regret. How loose it is depends on what it takes to find out
     the state; `CPOMDP.context_known_return` and `solvers.exact` assume less of the agent.
 
-    It is found by backward induction, `V_t(s) = max_a r_c(s, a) + E[V_{t+1}(s') | s, a, c]`: exactly on the
-    tables of a finite model, and for one or two real numbers on a grid that is refined until it makes no
-    difference. Twice the difference that the last refinement made is added, to stay on the safe side. A
-    peak of the reward that is narrower than about a thousandth of the states' range may be overlooked.
+    It is found by backward induction, `V_t(s) = max_a r_c(s, a) + γ E[V_{t+1}(s') | s, a, c]`, where nothing
+    follows on the end of an episode: exactly on the tables of a finite model, and for one or two real numbers
+    on a grid that is refined until it makes no difference. Twice the difference that the last refinement made
+    is added, to stay on the safe side. A peak of the reward that is narrower than about a thousandth of the
+    states' range may be overlooked.
 
     Args:
         model: The CPOMDP.
         max_dim: How many real numbers a state may have, 1 or 2; a grid in the plane may take minutes.
 
     Returns:
-        The returns, or None where they cannot be computed: if states are of another kind, too many, or
-        without bounds, if no two grids agree, or if a reward is not finite in a state that may be impossible.
+        The returns, or None where they cannot be computed: if actions are continuous, or states of another
+        kind, too many, or without bounds, if no two grids agree, or if a reward is not finite in a state that
+        may be impossible.
 
     Examples:
         >>> from cpomdp_ppl.models import ContextualTiger
@@ -67,6 +69,8 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
     require_model(model)
     require(max_dim in (1, 2), "max_dim", max_dim, "1 or 2")
     N = model.states
+    if model.box is not None:
+        return None
     if N is not None and 8 * model.num_contexts * model.num_actions * N**2 > TABLE_MEMORY:
         return None
     if N is None and sum(leaf.shape.numel() for _, leaf in leaves(signature(model).state)) > max_dim:
@@ -83,18 +87,23 @@ def informed_return(model: CPOMDP, *, max_dim: int = 2) -> Tensor | None:
 
 
 def best_return(recursion: DiscreteRecursion, rewards: Tensor) -> Tensor:
-    """The highest expected sum of rewards `[C, A, N]` if states are seen, by backward induction, `[C]`."""
-    actions = torch.arange(rewards.shape[1], device=rewards.device)
+    """The highest expected return of rewards `[C, A, N]` if states are seen, by backward induction, `[C]`."""
+    model = recursion.model
     V = torch.zeros_like(rewards[:, 0])  # [C, N]
-    for _ in range(recursion.model.horizon):
-        V = (rewards + _expected(recursion, V, actions)).amax(1)
+    for _ in range(model.horizon):
+        to_come = _expected(recursion, V)
+        V = (rewards + (to_come if model.discount == 1 else model.discount * to_come)).amax(1)
     return (recursion.initial * V).sum(-1)
 
 
-def _expected(recursion: DiscreteRecursion, values: Tensor, actions: Tensor) -> Tensor:
-    """Expected values `[C, A, N]` of the next state after every action, from values `[C, N]`."""
-    least = values.amin()  # the grid takes its values for densities, and cuts what is negative
-    return least + recursion.expect((values - least)[:, None].expand(-1, len(actions), -1), actions)
+def _expected(recursion: DiscreteRecursion, values: Tensor) -> Tensor:
+    """Expectations `[C, A, N]` of values `[C, N]` in the next state after every action; 0 if it ends."""
+    A = recursion.rewards.shape[1]
+    later = values[:, None].expand(-1, A, -1)
+    if recursion.model.can_end:
+        later = later * recursion.goes_on
+    least = later.amin()  # the grid takes its values for densities, and cuts what is negative
+    return least + recursion.expect(later - least, torch.arange(A, device=values.device))
 
 
 def _on_grids(model: CPOMDP) -> Tensor | None:
@@ -118,18 +127,18 @@ def _on_grids(model: CPOMDP) -> Tensor | None:
 
 def _covers(recursion: GridRecursion) -> bool:
     """Whether no policy gets to the grid's boundary, beyond which nothing is known."""
-    C, A, G = recursion.rewards.shape
+    C, _, G = recursion.rewards.shape
     reached = torch.zeros(C, G, dtype=torch.float64)  # with what probability, at most
     for _ in range(recursion.model.horizon):
         reached[:, recursion.grid.boundary] = 1.0
-        reached = _expected(recursion, reached, torch.arange(A)).amax(1)
+        reached = _expected(recursion, reached).amax(1)
     return bool(((recursion.initial * reached).sum(-1) <= LEAVING_PROBABILITY).all())
 
 
 def _resolves(recursion: GridRecursion) -> bool:
     """Whether the grid sees the highest reward, which may be between its points."""
-    C, A, G = recursion.rewards.shape
+    G = recursion.grid.size
     x = recursion.grid.subpoints(torch.arange(G), 16 if recursion.dim == 1 else 4).flatten(0, 1)
-    everywhere = recursion.reward(recursion.as_state(x[None, None]), torch.arange(A), (C, A, len(x)))
+    everywhere = recursion.rewards_at(x)  # [C, A, 16 G]
     missed = everywhere.amax(-1) - recursion.rewards.amax(-1)  # [C, A]
     return bool((missed <= LARGEST_LOSS * (everywhere.amax(-1) - everywhere.amin(-1))).all())

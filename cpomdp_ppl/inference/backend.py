@@ -12,6 +12,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import require_actions, some_action
 from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import (
@@ -369,6 +370,21 @@ def require_same_sites(model: CPOMDP, signature: Signature, episodes: Episodes) 
         expect(first is not None, "initial observations", None)
     else:
         expect(first is None, "no initial observations, as the model has none", "some")
-    lowest, highest = (int(extreme) for extreme in episodes.actions.aminmax())
-    inside = lowest >= 0 and highest < model.num_actions
-    expect(inside, f"actions 0 to {model.num_actions - 1}", f"{lowest} to {highest}")
+    _require_actions_of(model, episodes)
+
+
+def _require_actions_of(model: CPOMDP, episodes: Episodes) -> None:
+    """Raise unless the model has the actions of the episodes, wherever they count."""
+    actions, own = episodes.actions, some_action(model)
+    if actions.shape[2:] != own.shape or actions.is_floating_point() != own.is_floating_point():
+        found = f"{actions.dtype} of shape {list(actions.shape)}"
+        kind = "whole numbers [B, T]" if model.box is None else f"real numbers [B, T, {model.box.dim}]"
+        raise ObservationError(f"episodes: expected actions as {kind}, got {found}")
+    if model.box is not None:
+        require_actions("episodes.actions", actions, model, episodes.alive)
+        return
+    lowest, highest = (int(extreme) for extreme in actions.aminmax())
+    if lowest < 0 or highest >= model.num_actions:
+        raise ObservationError(
+            f"episodes: expected actions 0 to {model.num_actions - 1}, got {lowest} to {highest}"
+        )

@@ -75,7 +75,7 @@ def as_backend(likelihood: str | Backend) -> Backend:
     Examples:
         >>> as_backend("smc")
         ParticleFilter(num_particles=256, resampling='systematic', ess_threshold=0.5, guide=None, \
-common_random_numbers=True, chunk=None, engine='auto')
+common_random_numbers=True, chunk=None, engine='auto', tries=1)
     """
     return _named(likelihood, list(BACKENDS))
 
@@ -202,8 +202,11 @@ def more_particles(backend: Backend) -> Backend | None:
 
 def _has_tables(model: CPOMDP, most_exact: bool) -> bool:
     """Whether a model is finite, and small enough for exact operators."""
-    C, A, N = model.num_contexts, model.num_actions, model.states
-    return N is not None and (most_exact or (N <= MOST_STATES and 8 * C * A * N**2 <= MEMORY))
+    N = model.states
+    if N is None or model.box is not None:
+        return False
+    small = N <= MOST_STATES and 8 * model.num_contexts * model.num_actions * N**2 <= MEMORY
+    return most_exact or small
 
 
 def _without_kalman(model: CPOMDP, most_exact: bool) -> Backend:
@@ -262,7 +265,7 @@ def _serves(backend: Backend, model: CPOMDP) -> bool:
 
     A policy may come upon combinations that random actions do not, so each site is hidden in turn.
     """
-    episodes = simulate(model, RandomPolicy(model.num_actions), 2, seed=0)
+    episodes = simulate(model, RandomPolicy(model.actions), 2, seed=0)
     sites = list(episodes.observed)
     if not sites:  # whatever needs an observation will say so
         return False

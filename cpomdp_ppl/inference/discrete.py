@@ -18,6 +18,7 @@ from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference.backend import Recursion
 from cpomdp_ppl.inference.enumeration import ENGINE_AXES
 from cpomdp_ppl.inference.filtering import Smoothing, moments_in_time, trajectories_in_time
+from cpomdp_ppl.inference.observed import Observed, axes
 from cpomdp_ppl.inference.precision import double_precision, in_double_precision
 from cpomdp_ppl.inference.sampling import choose
 from cpomdp_ppl.inference.scan import scan
@@ -27,12 +28,12 @@ from cpomdp_ppl.inference.site_parameters import (
     require_proper_parameters,
     torch_errors_as_model_errors,
 )
+from cpomdp_ppl.rollout import as_reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cpomdp_ppl.episodes import Episodes
-    from cpomdp_ppl.inference.observed import Observed
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.state import State
 
@@ -63,12 +64,14 @@ class DiscreteRecursion(Recursion):
     Attributes:
         dim: Dimension of the cells; 0 for states that are nothing but themselves.
         initial: `P(s_0 = s | c)`, `[C, N]`.
-        rewards: `r_c(s, a)`, `[C, A, N]`.
+        rewards: `r_c(s, a)`, `[C, A, N]`; of models that pay on arrival, the expectation over the next state.
+        goes_on: With what probability an episode does not end in the state an action led to, `[C, A, N]`.
     """
 
     dim: int
     initial: Tensor
     rewards: Tensor
+    goes_on: Any
 
     def __init__(self, model: CPOMDP) -> None:
         given, model = model, in_double_precision(model)
@@ -140,6 +143,16 @@ class DiscreteRecursion(Recursion):
     def move(self, belief: DiscreteBelief, action: Tensor) -> DiscreteBelief:
         """The belief about the next state."""
         return DiscreteBelief(self.predict(belief.probabilities, action))
+
+    @double_precision()
+    def goes_on_at(self, states: Any, number: int) -> Tensor:
+        """With what probability episodes do not end in N states that actions led to, `[C, A, N]`."""
+        C, A = self.model.num_contexts, self.model.num_actions
+        if not self.model.can_end:
+            return torch.ones(C, A, number, dtype=torch.float64, device=self.model.device)
+        actions = axes(torch.arange(A, device=self.model.device), self.plate_axes)
+        chance = as_reward(self.model.ends(states, actions, self.context))
+        return 1 - chance.expand(C, A, number, *[1] * self.plate_axes).reshape(C, A, number).double()
 
     def expected_reward(self, belief: DiscreteBelief, action: Tensor) -> Tensor:
         """`Σ_s p(s) r_c(s, a)`, `[C, B]`."""

@@ -16,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cpomdp_ppl.actions import some_action
 from cpomdp_ppl.errors import CompilerError, UnsupportedModelError, require
 from cpomdp_ppl.handlers import Batched
 from cpomdp_ppl.inference.backend import inference_scope, read_with_dependencies
@@ -172,7 +173,7 @@ class _Entry:
 def _definition(model: CPOMDP) -> tuple[Any, ...]:
     """What a kernel is made for, though no program might read it."""
     return (
-        *(model.num_contexts, model.num_actions, model.states),
+        *(model.num_contexts, model.box or model.num_actions, model.states),
         *(model.max_plate_nesting, model.initial_observation),
     )
 
@@ -264,10 +265,11 @@ def run_once(model: CPOMDP, signature: Signature) -> None:
     zero = torch.zeros((*shape, *[1] * model.max_plate_nesting), dtype=torch.long, device=model.device)
     with Batched(shape, model.max_plate_nesting):
         state = signature.broadcast(model.initial(zero), shape)
-        state = signature.broadcast(model.transition(state, zero, zero), shape)
-        model.reward(state, zero, zero)
-        for action in (zero, None) if model.initial_observation else (zero,):
-            model.percept(state, action, zero)
+        a = some_action(model, zero.shape)
+        after = signature.broadcast(model.transition(state, a, zero), shape)
+        model.reward(after, a, zero, *(after,) if model.pays_on_arrival else ())
+        for action in (a, None) if model.initial_observation else (a,):
+            model.percept(after, action, zero)
 
 
 def native_or_none(

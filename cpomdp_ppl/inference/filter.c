@@ -8,15 +8,17 @@
 enum { RESAMPLE = 1, MOVE = 2, WEIGH = 4, REWARD = 8 };
 enum { SYSTEMATIC, STRATIFIED, MULTINOMIAL, RESIDUAL };
 enum { CHECK_FAILED = 1, MASKED = 2, NOT_COMPILED = 4, OUT_OF_MEMORY = 8, OUT_OF_BOUNDS = 16, OUT_OF_ORDER = 32 };
-enum { OF_RESAMPLING, OF_MOVE, OF_OBSERVATION, OF_START }; /* purposes of random numbers */
+enum { OF_RESAMPLING, OF_MOVE, OF_OBSERVATION, OF_START, OF_REWARD, OF_PICK }; /* purposes of random numbers */
 
 typedef struct {
     i64 first, last;               /* the episodes to filter */
     i64 B, T, N;                   /* episodes, steps, particles */
     i64 parts, scheme, common;     /* what a step consists of; how to resample; whether contexts share noise */
+    i64 tries;                     /* how many next states each particle tries out */
     f64 threshold;                 /* resample if the effective sample size is below this share of N */
     const u64 *keys;               /* [T + 2]: of the start, of the first observation, of every step */
     const i64 *actions, *lengths;  /* [B, T], [B] */
+    const f64 *vectors;            /* [B, T, reals]: continuous actions, in the place of `actions` */
     const f64 *values;             /* [B, T, NV]: float64, or int64 in its place */
     const u8 *flags;               /* [B, T, NF] */
     const f64 *first_values;       /* [B, NV]; NULL if nothing is observed before the first action */
@@ -42,6 +44,8 @@ typedef struct {
     /* Particles that descend from one of time 0 are a family, and stand side by side: resampling keeps their order.
        Of each, which particle that was, and where the family ends. */
     i32 *founders, *ends, families;
+    void **kept;         /* of the next states that were tried out so far, the one that is kept, */
+    score *total;        /* and the log of the sum of all their densities */
     f64 ess, noise;      /* effective sample size; squared changes of families' shares by resampling */
     int even;            /* whether all weights are the same */
 } Cloud;
@@ -49,7 +53,7 @@ typedef struct {
 typedef struct {
     const Programs *p;
     Cloud *clouds;
-    void **noise;
+    void **noise, **tried;
     u32 *scratch;
     i32 *ancestors, *offspring; /* of every particle: its ancestor; how many come from it and those before */
     real *buffer;
@@ -67,22 +71,28 @@ FUNCTION void *piece(char **at, size_t bytes)
     return found;
 }
 
-FUNCTION int make_room(Room *room, const Programs *p, int N)
+FUNCTION int make_room(Room *room, const Programs *p, int N, int tries)
 {
     size_t n = (size_t)padded(N) + 32, each = 8 * n + 128, D = (size_t)p->D, C = (size_t)p->C, E = (size_t)p->E;
-    size_t of_cloud = sizeof(Cloud) + 2 * D * sizeof(void *) + 512 + (2 * D + 3) * each;
-    size_t bytes = C * of_cloud + E * (sizeof(void *) + each) + 7 * each + 4096;
+    size_t more = tries > 1 ? D + 1 : 0;
+    size_t of_cloud = sizeof(Cloud) + 3 * D * sizeof(void *) + 768 + (2 * D + 3 + more) * each;
+    size_t bytes = C * of_cloud + E * (sizeof(void *) + each) + D * sizeof(void *) + 7 * each + 4096;
     room->p = p;
     room->memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!room->memory) return OUT_OF_MEMORY;
     char *at = room->memory;
     room->clouds = piece(&at, C * sizeof(Cloud)), room->noise = piece(&at, E * sizeof(void *));
+    room->tried = piece(&at, D * sizeof(void *));
     for (size_t c = 0; c < C; c++) {
         Cloud *cloud = &room->clouds[c];
         cloud->x = piece(&at, D * sizeof(void *)), cloud->y = piece(&at, D * sizeof(void *));
         for (size_t k = 0; k < D; k++) {
             size_t size = size_of(p->type[k]) * n;
             cloud->x[k] = piece(&at, size), cloud->y[k] = piece(&at, size);
+        }
+        if (tries > 1) {
+            cloud->kept = piece(&at, D * sizeof(void *)), cloud->total = piece(&at, sizeof(score) * n);
+            for (size_t k = 0; k < D; k++) cloud->kept[k] = piece(&at, size_of(p->type[k]) * n);
         }
         cloud->w = piece(&at, sizeof(real) * n);
         cloud->founders = piece(&at, 4 * n), cloud->ends = piece(&at, 4 * n);
@@ -292,11 +302,21 @@ FUNCTION const Variant *variant(const Room *room, const Program *program, int c,
     return &program->variants[room->p->specialised ? c * room->p->A + a : 0];
 }
 
-FUNCTION int run(const Task *task, const Variant *v, int c, int a, const f64 *values, const u8 *flags,
+/* What was done: the number of an action, or the numbers of a continuous one. */
+typedef struct { int a; const f64 *reals; } Action;
+static const Action NOTHING = {0, NULL};
+
+FUNCTION Action action_at(const Task *task, const Programs *p, size_t row)
+{
+    if (p->reals) return (Action){0, task->vectors + row * (size_t)p->reals};
+    return (Action){(int)task->actions[row], NULL};
+}
+
+FUNCTION int run(const Task *task, const Variant *v, int c, Action act, const f64 *values, const u8 *flags,
                  void *const *x, void *const *noise, void *const *y)
 {
     const f64 *constants = task->constants + v->constants;
-    return v->function(c, a, constants, task->params, task->tables, values, flags, x, noise, y, (int)task->N);
+    return v->function(c, act.a, act.reals, constants, task->params, task->tables, values, flags, x, noise, y, (int)task->N);
 }
 
 FUNCTION int start(Room *room, const Task *task, Cloud *cloud, int c, u64 key)
@@ -305,14 +325,15 @@ FUNCTION int start(Room *room, const Task *task, Cloud *cloud, int c, u64 key)
     const Program *program = &room->p->start;
     if (!task->common || c == 0) draw_noise(room, program, 0, key_of(key, OF_START, task->common ? 0 : c + 1, 0), N);
     begin_families(cloud, N);
-    return run(task, variant(room, program, c, 0), c, 0, NULL, NULL, cloud->y, room->noise, cloud->x);
+    const Variant *v = variant(room, program, c, 0);
+    return run(task, v, c, NOTHING, NULL, NULL, cloud->y, room->noise, cloud->x);
 }
 
-FUNCTION int move(Room *room, const Task *task, Cloud *cloud, int c, int a)
+FUNCTION int move(Room *room, const Task *task, Cloud *cloud, int c, Action act)
 {
-    const Variant *v = variant(room, &room->p->move, c, a);
+    const Variant *v = variant(room, &room->p->move, c, act.a);
     if (!v->function) return 0;
-    int status = run(task, v, c, a, NULL, NULL, cloud->x, room->noise, cloud->y);
+    int status = run(task, v, c, act, NULL, NULL, cloud->x, room->noise, cloud->y);
     for (int k = 0; k < room->p->D; k++) if (v->written[k]) SWAP(void *, cloud->x[k], cloud->y[k]);
     return status;
 }
@@ -358,12 +379,12 @@ FUNCTION f64 reweigh(Room *room, Cloud *cloud, int N)
     return log_mean;
 }
 
-FUNCTION int weigh(Room *room, const Task *task, Cloud *cloud, const Variant *v, int c, int a,
+FUNCTION int weigh(Room *room, const Task *task, Cloud *cloud, const Variant *v, int c, Action act,
                    const f64 *values, const u8 *flags, f64 *increment)
 {
     void *out[1] = {room->scores};
     if (!v->function) return NOT_COMPILED;
-    int status = run(task, v, c, a, values, flags, cloud->x, room->noise, out);
+    int status = run(task, v, c, act, values, flags, cloud->x, room->noise, out);
     if (status) return status;
     unsigned before = denormals_off(); /* of weights; a program may count on them */
     *increment = reweigh(room, cloud, (int)task->N);
@@ -371,31 +392,125 @@ FUNCTION int weigh(Room *room, const Task *task, Cloud *cloud, const Variant *v,
     return 0;
 }
 
-FUNCTION int observe(Room *room, const Task *task, int first, int a, u64 key,
+/* The program that scores what was observed; NULL if nothing was. */
+FUNCTION const Program *scoring(const Programs *p, int first, const u8 *flags)
+{
+    int seen = 0, complete = 1;
+    for (int k = 0; k < p->flags; k++) seen |= flags[k];
+    if (!seen) return NULL;
+    for (int k = 0; k < p->num_parents; k++) complete &= flags[p->parents[k]];
+    return complete ? (first ? &p->first_score : &p->score)
+                    : (first ? &p->first_partial_score : &p->partial_score);
+}
+
+FUNCTION int observe(Room *room, const Task *task, int first, Action act, u64 key,
                      const f64 *values, const u8 *flags, f64 *increments)
 {
     const Programs *p = room->p;
-    int seen = 0, complete = 1, N = (int)task->N, status = 0;
-    for (int k = 0; k < p->flags; k++) seen |= flags[k];
+    const Program *program = scoring(p, first, flags);
+    int N = (int)task->N, status = 0;
     for (int c = 0; c < p->C; c++) increments[c] = 0;
-    if (!seen) return 0;
-    for (int k = 0; k < p->num_parents; k++) complete &= flags[p->parents[k]];
-    const Program *program = complete ? (first ? &p->first_score : &p->score)
-                                      : (first ? &p->first_partial_score : &p->partial_score);
+    if (!program) return 0;
     for (int c = 0; c < p->C && !status; c++) {
         u64 of_context = task->common ? 0 : (u64)c + 1;
-        if (!task->common || c == 0) draw_noise(room, program, a, key_of(key, OF_OBSERVATION, of_context, 0), N);
-        const Variant *v = variant(room, program, c, a);
-        status = weigh(room, task, &room->clouds[c], v, c, a, values, flags, &increments[c]);
+        if (!task->common || c == 0) draw_noise(room, program, act.a, key_of(key, OF_OBSERVATION, of_context, 0), N);
+        const Variant *v = variant(room, program, c, act.a);
+        status = weigh(room, task, &room->clouds[c], v, c, act, values, flags, &increments[c]);
     }
     return status;
 }
 
-FUNCTION int expected_reward(Room *room, const Task *task, const Cloud *cloud, int c, int a, real *reward)
+#define BLEND(T) \
+    do { \
+        T *restrict old = kept; \
+        const T *restrict new = tried; \
+        for (int i = 0; i < N; i++) old[i] = takes[i] ? new[i] : old[i]; \
+    } while (0)
+FUNCTION void blend(void *kept, const void *tried, const i32 *restrict takes, size_t size, int N)
+{
+    if (size == 8) BLEND(u64); else BLEND(u32);
+}
+
+/* Keep one of the next states that were tried out so far: the newest, by its share in the sum of all densities. */
+FUNCTION void keep(Room *room, Cloud *cloud, int newest, int N)
+{
+    score *restrict total = cloud->total;
+    const score *restrict now = room->scores;
+    const f64 *restrict level = room->uniforms;
+    i32 *restrict takes = room->offspring;
+    for (int i = 0; i < N; i++) {
+        score before = newest ? total[i] : -(score)INFINITY, s = now[i], high = before > s ? before : s;
+        score sum = high + S(log)(S(exp)(before - high) + S(exp)(s - high));
+        total[i] = high == -INFINITY ? high : sum;
+        takes[i] = newest == 0 || level[i] < S(exp)(s - sum);
+    }
+    for (int k = 0; k < room->p->D; k++) blend(cloud->kept[k], room->tried[k], takes, size_of(room->p->type[k]), N);
+}
+
+FUNCTION int move_and_score(Room *room, const Task *task, const Program *sight, Action act, u64 key, int newest,
+                            const f64 *values, const u8 *flags)
+{
+    const Programs *p = room->p;
+    int N = (int)task->N, status = 0;
+    void *out[1] = {room->scores};
+    for (int c = 0; c < p->C && !status; c++) {
+        const Variant *v = variant(room, &p->move, c, act.a);
+        u64 of_context = task->common ? 0 : (u64)c + 1;
+        if (!task->common || c == 0) draw_noise(room, &p->move, act.a, key_of(key, OF_MOVE, of_context, (u64)newest), N);
+        if (v->function) status = run(task, v, c, act, NULL, NULL, room->clouds[c].x, room->noise, room->clouds[c].y);
+    }
+    for (int c = 0; c < p->C && !status; c++) {
+        Cloud *cloud = &room->clouds[c];
+        const Variant *moved = variant(room, &p->move, c, act.a), *v = variant(room, sight, c, act.a);
+        u64 of_context = task->common ? 0 : (u64)c + 1;
+        if (!task->common || c == 0) {
+            Rng rng;
+            draw_noise(room, sight, act.a, key_of(key, OF_OBSERVATION, of_context, (u64)newest), N);
+            rng_begin(&rng, key_of(key, OF_PICK, of_context, (u64)newest));
+            fill_uniform_d(&rng, room->uniforms, room->scratch, N);
+        }
+        if (!v->function) return NOT_COMPILED;
+        for (int k = 0; k < p->D; k++)
+            room->tried[k] = moved->function && moved->written[k] ? cloud->y[k] : cloud->x[k];
+        status = run(task, v, c, act, values, flags, room->tried, room->noise, out);
+        if (!status) keep(room, cloud, newest, N);
+    }
+    return status;
+}
+
+/* Move each particle to one of several next states, picked in proportion to the density of what was observed there;
+   the mean of the densities is its weight. */
+FUNCTION int try_out(Room *room, const Task *task, const Program *sight, Action act, u64 key,
+                     const f64 *values, const u8 *flags, f64 *increments)
+{
+    int N = (int)task->N, status = 0;
+    score fewer = (score)log((f64)task->tries);
+    for (int k = 0; k < task->tries && !status; k++)
+        status = move_and_score(room, task, sight, act, key, k, values, flags);
+    for (int c = 0; c < room->p->C && !status; c++) {
+        Cloud *cloud = &room->clouds[c];
+        for (int k = 0; k < room->p->D; k++) SWAP(void *, cloud->x[k], cloud->kept[k]);
+        for (int i = 0; i < N; i++) room->scores[i] = cloud->total[i] - fewer;
+        unsigned before = denormals_off();
+        increments[c] = reweigh(room, cloud, N);
+        denormals_back(before);
+    }
+    return status;
+}
+
+/* Under every context. A reward on arrival takes random numbers: those of the transition to where it is earned. */
+FUNCTION int expected_rewards(Room *room, const Task *task, Action act, u64 key, real *rewards)
 {
     void *out[1] = {room->buffer};
-    int status = run(task, variant(room, &room->p->reward, c, a), c, a, NULL, NULL, cloud->x, room->noise, out);
-    *reward = (real)weighted_mean(cloud->w, room->buffer, (int)task->N);
+    const Program *program = &room->p->reward;
+    int N = (int)task->N, status = 0;
+    for (int c = 0; c < room->p->C && !status; c++) {
+        const Cloud *cloud = &room->clouds[c];
+        u64 of_context = task->common ? 0 : (u64)c + 1;
+        if (!task->common || c == 0) draw_noise(room, program, act.a, key_of(key, OF_REWARD, of_context, 0), N);
+        status = run(task, variant(room, program, c, act.a), c, act, NULL, NULL, cloud->x, room->noise, out);
+        rewards[c] = (real)weighted_mean(cloud->w, room->buffer, N);
+    }
     return status;
 }
 
@@ -410,25 +525,28 @@ FUNCTION void write_ancestors(const i32 *ancestors, const Task *task, int c, i64
 FUNCTION int step(Room *room, const Task *task, i64 b, i64 t, u64 key)
 {
     const Programs *p = room->p;
-    int N = (int)task->N, a = (int)task->actions[b * task->T + t], C = p->C, status = 0;
+    int N = (int)task->N, C = p->C, status = 0;
     f64 low = task->threshold * N * (1 - 1e-6);
     size_t row = (size_t)(b * task->T + t);
+    Action act = action_at(task, p, row);
+    const f64 *values = task->values ? task->values + row * p->values : NULL;
+    const u8 *flags = task->flags ? task->flags + row * p->flags : NULL;
+    const Program *sight = (task->parts & WEIGH) && task->tries > 1 ? scoring(p, 0, flags) : NULL;
+    if (task->parts & REWARD) status = expected_rewards(room, task, act, key, task->rewards + row * C);
     for (int c = 0; c < C && !status; c++) {
         Cloud *cloud = &room->clouds[c];
         u64 of_context = task->common ? 0 : (u64)c + 1;
-        if (task->parts & REWARD) status |= expected_reward(room, task, cloud, c, a, &task->rewards[row * C + c]);
         int needed = (task->parts & RESAMPLE) && cloud->ess < low;
         if (needed) resample(room, cloud, key_of(key, OF_RESAMPLING, of_context, 0), (int)task->scheme, N);
         if (task->ancestors) write_ancestors(needed ? room->ancestors : NULL, task, c, b);
         if (task->resampled) task->resampled[row * C + c] = (u8)needed;
-        if (!(task->parts & MOVE)) continue;
-        if (!task->common || c == 0) draw_noise(room, &p->move, a, key_of(key, OF_MOVE, of_context, 0), N);
-        status |= move(room, task, cloud, c, a);
+        if (!(task->parts & MOVE) || sight) continue;
+        if (!task->common || c == 0) draw_noise(room, &p->move, act.a, key_of(key, OF_MOVE, of_context, 0), N);
+        status |= move(room, task, cloud, c, act);
     }
-    if (!status && (task->parts & WEIGH))
-        status = observe(room, task, 0, a, key, task->values + row * p->values, task->flags + row * p->flags,
-                         task->increments + row * C);
-    return status;
+    if (status || !(task->parts & WEIGH)) return status;
+    if (sight) return try_out(room, task, sight, act, key, values, flags, task->increments + row * C);
+    return observe(room, task, 0, act, key, values, flags, task->increments + row * C);
 }
 
 /* -------------------------------------------------------------------------------- clouds in and out */
@@ -531,7 +649,7 @@ FUNCTION int filter_episode(Room *room, const Task *task, i64 b)
         status = task->state_in ? load(task, room->p, &room->clouds[c], c * task->B + b)
                                 : start(room, task, &room->clouds[c], c, key_of(task->keys[0], episode, 0, 0));
     if (!status && task->first_values)
-        status = observe(room, task, 1, 0, key_of(task->keys[1], episode, 0, 0),
+        status = observe(room, task, 1, NOTHING, key_of(task->keys[1], episode, 0, 0),
                          task->first_values + b * room->p->values, task->first_flags + b * room->p->flags, task->first_increment + b * C);
     if (status) return status;
     write_step(room, task, b, -1);
@@ -550,7 +668,7 @@ FUNCTION int filter_episode(Room *room, const Task *task, i64 b)
 int filter_rows(const Task *task, const Programs *programs)
 {
     Room room;
-    int status = make_room(&room, programs, (int)task->N);
+    int status = make_room(&room, programs, (int)task->N, (int)task->tries);
     for (i64 b = task->first; b < task->last && !status; b++) status = filter_episode(&room, task, b);
     free(room.memory);
     return status;

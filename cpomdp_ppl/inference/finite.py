@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference.backend import Backend, Recursion
@@ -84,6 +86,7 @@ class FiniteRecursion(DiscreteRecursion):
             raise UnsupportedModelError(
                 f"exact: {type(model).__name__} does not say that it has finitely many states (`states = N`)"
             )
+        require_finite_actions(model, "exact")
         super().__init__(model)
         model = self.model
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves(self.signature.state)}
@@ -97,7 +100,24 @@ class FiniteRecursion(DiscreteRecursion):
         self.initial = self._table("initial", (C, 1, 1)).reshape(C, N)
         self.transition = self._table("transition", (C, A, N))
         actions = torch.arange(A, device=model.device)
-        self.rewards = self.reward(self.states, actions, (C, A, N)).double()
+        if model.pays_on_arrival:
+            arrivals = self.rewards_on_arrival()
+            self.rewards = (self.transition * arrivals).sum(-1)
+        else:
+            self.rewards = self.reward(self.states, actions, (C, A, N)).double()
+
+    def rewards_on_arrival(self) -> Tensor:
+        """`r_c(s, a, s')` of a model that pays on arrival, `[C, A, N, N]`; zero of what cannot happen."""
+        C, A = self.transition.shape[:2]
+        actions = torch.arange(A, device=self.model.device)
+        after = self._as_state(torch.arange(self.N, device=self.model.device).reshape(-1, 1, 1, 1))
+        rewards = self.reward(self.states, actions, (self.N, C, A, self.N), after).double()
+        return torch.where(self.transition > 0, rewards.movedim(0, -1), 0.0)
+
+    @cached_property
+    def goes_on(self) -> Tensor:
+        """With what probability an episode does not end in the state an action led to, `[C, A, N]`."""
+        return self.goes_on_at(self.states, self.N)
 
     def log_likelihood(self, seen: Observed) -> Tensor:
         """`log p(o | s, a, c)`, broadcasts to `[C, B, N]`."""

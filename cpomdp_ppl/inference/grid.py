@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import ResolutionError, UnsupportedModelError, require, require_count
@@ -210,6 +211,7 @@ class GridRecursion(GridTables):
 
     def __init__(self, model: CPOMDP, settings: GridFilter) -> None:
         _require_continuous(model)
+        require_finite_actions(model, "grid")
         super().__init__(model, settings)
         self.dim = _require_few_numbers(type(self.model).__name__, self.signature.state)
         trials = simulated(self.model)

@@ -43,6 +43,9 @@ BLOCK_POINTS = 64
 PROGRAM_NUMBERS = 2**22
 """Numbers that one run of a program may produce while tables are built."""
 
+REWARD_NODES = 257
+"""At how many points of the noise of a step, at the least, rewards on arrival are looked at."""
+
 
 class GridTables(DiscreteRecursion):
     """The forward recursion over the points of one grid, by tables of the model's programs.
@@ -264,7 +267,7 @@ class GridTables(DiscreteRecursion):
 
     def _refine(self, probes: Observed | None) -> None:
         """Find out where densities and rewards jump, and fit the grid to that."""
-        functions: list[Callable[[Tensor], Tensor]] = [self._reward_at]
+        functions: list[Callable[[Tensor], Tensor]] = [partial(self.rewards_at, roughly=True)]
         if probes is not None:
             functions.insert(0, partial(self._density_at, probes))
         if self.dim == 2:
@@ -281,17 +284,56 @@ class GridTables(DiscreteRecursion):
         """Log-densities of some observations at points `[P, d]`, `[C, B, P]`."""
         return self.log_density_at(self.as_state(x[None, None]), len(x), probes).clamp(min=-1e3)
 
-    def _reward_at(self, x: Tensor) -> Tensor:
-        """Rewards of all actions at points `[P, d]`, `[C, A, P]`."""
+    @double_precision()
+    def rewards_at(self, x: Tensor, *, roughly: bool = False) -> Tensor:
+        """Rewards of all actions at points `[P, d]`, `[C, A, P]`.
+
+        If arrival pays, they are expectations over the noise of the transition; roughly, hardly any of it is
+        looked at, so that what jumps there does so here.
+        """
         C, A = len(self.context), self.model.num_actions
+        if self.model.pays_on_arrival:
+            nodes = [Nodes(3) if roughly else self._reward_nodes(a) for a in range(A)]
+            return torch.stack([self._expected_rewards(x, a, nodes[a]) for a in range(A)], 1)
         return self.reward(self.as_state(x[None, None]), torch.arange(A), (C, A, len(x))).double()
+
+    def _expected_rewards(self, x: Tensor, a: int, nodes: Nodes) -> Tensor:
+        """`E[r_c(x, a, x')]` over the noise of the transition at points `[P, d]`, `[C, P]`."""
+        K, C = self._push("transition", x[:1], a, nodes)[0].shape[0], len(self.context)
+        expected = []
+        for part in x.split(how_many_fit(PROGRAM_NUMBERS, K * C)):
+            where, weights, _ = self._push("transition", part, a, nodes)  # [K, C, P, d], [K, C, P]
+            where = where.expand(-1, C, -1, -1)
+            state, after = self.as_state(part[None, None, None]), self.as_state(where[:, :, None])
+            rewards = self.reward(state, torch.tensor([a]), (K, C, 1, len(part)), after)[:, :, 0].double()
+            possible = torch.where(weights > 0, rewards, 0.0)
+            expected.append((weights * possible).sum(0) / weights.sum(0))
+        return torch.cat(expected, -1)
+
+    def _reward_nodes(self, a: int) -> Nodes:
+        """Nodes for the noise of a transition that lie closer than those that tables need."""
+        pilot = self._push("transition", self.grid.points[:1], a, Nodes(3))[2]
+        dims = len(pilot.noise_axes)
+        each = math.ceil(REWARD_NODES ** (1 / dims)) if dims else 3
+        return Nodes(max(each, 17), self.tail_factor * (self.settings.reach or 8.5))
 
     def _rewards(self) -> Tensor:
         """`r_c(x, a)` at the points, and its mean over cells in which it jumps, `[C, A, G]`."""
-        rewards = self._reward_at(self.grid.points)
-        x = self.grid.subpoints(self.reward_jumps, self._parts)  # [J, M, d]
-        means = self._reward_at(x.flatten(0, 1)).unflatten(-1, x.shape[:2]).mean(-1)
-        return rewards.index_copy(-1, self.reward_jumps, means)
+        return self._averaged(self.rewards_at, self.reward_jumps)
+
+    @cached_property
+    def goes_on(self) -> Tensor:
+        """With what probability an episode does not end at the point an action led to, `[C, A, G]`."""
+        return self._averaged(lambda x: self.goes_on_at(self.as_state(x[None, None]), len(x)), self.jumps)
+
+    def _averaged(self, function: Callable[[Tensor], Tensor], cells: Tensor) -> Tensor:
+        """A function at the points, and its mean over some cells, in which it jumps, `[C, A, G]`."""
+        values = function(self.grid.points).contiguous()
+        if not len(cells):
+            return values
+        x = self.grid.subpoints(cells, self._parts)  # [J, M, d]
+        means = function(x.flatten(0, 1)).unflatten(-1, x.shape[:2]).mean(-1)
+        return values.index_copy(-1, cells, means)
 
     def _cells_with_jumps(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The cells of a two-dimensional grid inside which a function jumps."""

@@ -1,7 +1,7 @@
 /* A Kalman filter over rows: an episode under each of C contexts, from its start. All in float64.
 
    What comes before this text: the prelude; EXTENDED (1: functions have slopes; 0: they run at sigma points); the sizes
-   C_ (contexts), A_ (actions), D_ (numbers in a state), E0_ and E1_ (noise of the first state and of a move), M_ and NF_
+   C_ (contexts), A_ (actions), U_ (numbers of a continuous action, and then A_ = 1; else 0), D_ (numbers in a state), E0_ and E1_ (noise of the first state and of a move), M_ and NF_
    (values and flags of an observation); `flag_of`, the flag of every value; and the programs.
 
    A program writes its values at n points, each number of all points side by side. With slopes, there is one point, and
@@ -10,13 +10,14 @@
 typedef struct {
     i64 first, last, B, T, N;      /* the episodes to filter; episodes, steps, points of the reward */
     const i64 *actions, *lengths;  /* [B, T], [B] */
+    const f64 *vectors;            /* [B, T, U]: continuous actions, in the place of `actions` */
     const f64 *values;             /* [B, T, M] */
     const u8 *flags;               /* [B, T, NF] */
     const f64 *first_values;       /* [B, M]; NULL if nothing is observed before the first action */
     const u8 *first_flags;         /* [B, NF] */
     const f64 *constants, *params;
     const void *const *tables;
-    const f64 *points;             /* [D, N]: points of a standard normal */
+    const f64 *points;             /* [D + noise of a reward, N]: points of a standard normal */
     /* Distance, weights in means and in covariances of the sigma points of a start, a move and an observation. */
     const f64 *sigma[3];
     f64 *room;                     /* [(D + 1) N + C (D + D D)] */
@@ -36,10 +37,19 @@ typedef struct { f64 x[D_], L[D_][D_]; } Belief; /* N(x, L L') */
 FUNCTION const Variant *variant(const Variant *all, int c, int a) { return all + (VARIANTS_ > 1 ? c * A_ + a : 0); }
 FUNCTION const Variant *variant_of(const Variant *all, int c) { return all + (VARIANTS_ > 1 ? c : 0); }
 
-FUNCTION int call(const Task *task, const Variant *v, int c, int a, const f64 *val, const u8 *flag, const f64 *x,
+/* What was done: the number of an action, or the numbers of a continuous one. */
+typedef struct { int a; const f64 *reals; } Action;
+static const Action NOTHING = {0, NULL};
+
+FUNCTION Action action_at(const Task *task, i64 at)
+{
+    return U_ ? (Action){0, task->vectors + at * U_} : (Action){(int)task->actions[at], NULL};
+}
+
+FUNCTION int call(const Task *task, const Variant *v, int c, Action act, const f64 *val, const u8 *flag, const f64 *x,
                   const f64 *e, f64 *y, int n)
 {
-    return v->function(c, a, task->constants + v->constants, task->params, task->tables, val, flag, x, e, y, n);
+    return v->function(c, act.a, act.reals, task->constants + v->constants, task->params, task->tables, val, flag, x, e, y, n);
 }
 
 /* Some L with L L' = P, which may be singular: where no variance is left in a coordinate, its column is zero. */
@@ -105,7 +115,7 @@ FUNCTION int start(const Task *task, int c, Belief *belief)
     f64 y[Y0], out[K0][D_];
     const Variant *v = variant_of(starts, c);
 #if EXTENDED
-    int bad = call(task, v, c, 0, NULL, NULL, NULL, NULL, y, 1);
+    int bad = call(task, v, c, NOTHING, NULL, NULL, NULL, NULL, y, 1);
     for (int i = 0; i < D_; i++) {
         belief->x[i] = y[i];
         for (int k = 0; k < E0_; k++) out[k][i] = y[D_ + i * E0_ + k];
@@ -116,19 +126,19 @@ FUNCTION int start(const Task *task, int c, Belief *belief)
     f64 e[E0_ * K0];
     memset(e, 0, sizeof e);
     for (int k = 0; k < E0_; k++) e[k * K0 + 1 + k] = *task->sigma[0], e[k * K0 + 1 + E0_ + k] = -*task->sigma[0];
-    int bad = call(task, v, c, 0, NULL, NULL, NULL, e, y, K0);
+    int bad = call(task, v, c, NOTHING, NULL, NULL, NULL, e, y, K0);
     deviate(y, D_, K0, of_mean, belief->x, out[0], D_);
     believe(belief, out, of_mean + K0, K0);
 #endif
     return bad;
 }
 
-FUNCTION int move(const Task *task, int c, int a, Belief *belief)
+FUNCTION int move(const Task *task, int c, Action act, Belief *belief)
 {
     f64 y[Y1], out[K1][D_];
-    const Variant *v = variant(moves, c, a);
+    const Variant *v = variant(moves, c, act.a);
 #if EXTENDED
-    int bad = call(task, v, c, a, NULL, NULL, belief->x, NULL, y, 1);
+    int bad = call(task, v, c, act, NULL, NULL, belief->x, NULL, y, 1);
     for (int i = 0; i < D_; i++) {
         const f64 *slopes = y + D_ + i * K1;
         for (int k = 0; k < D_; k++) {
@@ -147,17 +157,18 @@ FUNCTION int move(const Task *task, int c, int a, Belief *belief)
     memset(e, 0, sizeof e);
     for (int k = 0; k < E1_; k++)
         e[k * K1 + 1 + D_ + k] = *task->sigma[1], e[k * K1 + 1 + n + D_ + k] = -*task->sigma[1];
-    int bad = call(task, v, c, a, NULL, NULL, x, e, y, K1);
+    int bad = call(task, v, c, act, NULL, NULL, x, e, y, K1);
     deviate(y, D_, K1, of_mean, belief->x, out[0], D_);
     believe(belief, out, of_mean + K1, K1);
 #endif
     return bad;
 }
 
-/* The mean of a reward over points that are spread out as a belief is. */
-FUNCTION int reward(const Task *task, int c, int a, const Belief *belief, f64 *mean)
+/* The mean of a reward over points that are spread out as a belief is, and as the noise on the way to where it is
+   earned, if it takes any. */
+FUNCTION int reward(const Task *task, int c, Action act, const Belief *belief, f64 *mean)
 {
-    const Variant *v = variant(rewards, c, a);
+    const Variant *v = variant(rewards, c, act.a);
     int n = v->moves ? (int)task->N : 1;
     f64 *restrict x = task->room, *restrict y = x + (size_t)D_ * n, total = 0.0;
     const f64 *restrict p = task->points;
@@ -170,7 +181,7 @@ FUNCTION int reward(const Task *task, int c, int a, const Belief *belief, f64 *m
         }
         for (int k = 0; k < n; k++) at[k] = center + at[k];
     }
-    int bad = call(task, v, c, a, NULL, NULL, x, NULL, y, n);
+    int bad = call(task, v, c, act, NULL, NULL, x, p + (size_t)D_ * n, y, n);
 #pragma omp simd reduction(+ : total)
     for (int k = 0; k < n; k++) total += y[k];
     *mean = total / n;
@@ -181,7 +192,7 @@ FUNCTION int reward(const Task *task, int c, int a, const Belief *belief, f64 *m
    covariance of noise. Returns how many there are, or -1. */
 typedef struct { f64 z[M_], R[M_][M_], out[KM][M_], in[KM][D_]; int seen[M_]; } Expected;
 
-INLINE int expect(const Task *task, const Variant *v, int c, int a, const f64 *val, const u8 *flag, const Belief *belief,
+INLINE int expect(const Task *task, const Variant *v, int c, Action act, const f64 *val, const u8 *flag, const Belief *belief,
                   Expected *expected)
 {
     int m = 0, *seen = expected->seen;
@@ -189,7 +200,7 @@ INLINE int expect(const Task *task, const Variant *v, int c, int a, const f64 *v
     for (int i = 0; i < M_; i++)
         if (flag[flag_of[i]]) seen[m++] = i;
 #if EXTENDED
-    if (call(task, v, c, a, val, flag, belief->x, NULL, y, 1)) return -1;
+    if (call(task, v, c, act, val, flag, belief->x, NULL, y, 1)) return -1;
     const f64 *R = y + M_ * (1 + D_);
     for (int i = 0; i < m; i++) {
         const f64 *slopes = y + M_ + seen[i] * D_;
@@ -206,7 +217,7 @@ INLINE int expect(const Task *task, const Variant *v, int c, int a, const f64 *v
     const f64 distance = *task->sigma[2], *of_mean = task->sigma[2] + 1;
     f64 x[D_ * KM];
     spread(belief, distance, D_, x);
-    if (call(task, v, c, a, val, flag, x, NULL, y, KM)) return -1;
+    if (call(task, v, c, act, val, flag, x, NULL, y, KM)) return -1;
     for (int i = 0; i < m; i++) {
         deviate(y + seen[i] * KM, 1, KM, of_mean, expected->z + i, expected->out[0] + i, M_);
         for (int j = 0; j < m; j++) {
@@ -259,13 +270,13 @@ INLINE f64 solve(f64 S[M_][M_], int m, f64 *v)
 }
 
 /* Condition on the values that were seen, and say how likely they were. */
-FUNCTION int update(const Task *task, const Variant *v, int c, int a, const f64 *val, const u8 *flag, Belief *belief,
+FUNCTION int update(const Task *task, const Variant *v, int c, Action act, const f64 *val, const u8 *flag, Belief *belief,
                     f64 *increment)
 {
     Expected expected;
     f64 S[M_][M_], gain[D_][M_], innovation[M_], left[KM][D_], P[D_][D_], distance, log_det = 0.0;
     const f64 *weights = EXTENDED ? NULL : task->sigma[2] + 1 + KM;
-    int m = expect(task, v, c, a, val, flag, belief, &expected);
+    int m = expect(task, v, c, act, val, flag, belief, &expected);
     if (m < 0) return FAILED;
     for (int i = 0; i < m; i++) {
         innovation[i] = val[expected.seen[i]] - expected.z[i];
@@ -342,19 +353,19 @@ FUNCTION int filter_row(const Task *task, i64 b, int c, Belief belief)
     *first = 0.0;
     if (task->first_values && anything(task->first_flags + b * NF_)) {
         const f64 *val = task->first_values + b * M_;
-        if (update(task, variant_of(first_sights, c), c, 0, val, task->first_flags + b * NF_, &belief, first))
+        if (update(task, variant_of(first_sights, c), c, NOTHING, val, task->first_flags + b * NF_, &belief, first))
             return FAILED;
     }
     int finite = isfinite(*first);
     for (i64 t = 0; t <= T; t++) {
         if (t > 0 && t <= length) {
-            int a = (int)task->actions[b * T + t - 1];
             i64 at = b * T + t - 1, row = at * C_ + c;
+            Action act = action_at(task, at);
             f64 increment = 0.0;
-            if (reward(task, c, a, &belief, task->rewards + row) || move(task, c, a, &belief)) return FAILED;
+            if (reward(task, c, act, &belief, task->rewards + row) || move(task, c, act, &belief)) return FAILED;
             const u8 *flag = task->flags + at * NF_;
             if (anything(flag))
-                if (update(task, variant(sights, c, a), c, a, task->values + at * M_, flag, &belief, &increment))
+                if (update(task, variant(sights, c, act.a), c, act, task->values + at * M_, flag, &belief, &increment))
                     return FAILED;
             task->increments[row] = increment;
             finite &= isfinite(increment) && isfinite(task->rewards[row]);

@@ -14,6 +14,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import some_action
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import DensityError, UnsupportedModelError, require_model
 from cpomdp_ppl.inference.backend import Backend, Recursion, require_same_sites
@@ -85,7 +86,8 @@ class KalmanRecursion(Recursion):
         initial_noise: Dimension of the noise of `initial`.
         transition_noise: Dimension of the noise of `transition`.
         num_values: How many numbers the Gaussian observation sites have together.
-        normal_points: Points of a standard normal at which the reward is averaged, `[N, D]`.
+        normal_points: Points of a standard normal at which the reward is averaged, `[N, D]`; on arrival,
+            with those of the transition's noise, `[N, D + E]`.
 
     Raises:
         UnsupportedModelError: If the programs cannot be read as Gaussian.
@@ -109,9 +111,7 @@ class KalmanRecursion(Recursion):
         with torch_errors_as_model_errors(model):
             Recursion.__init__(self, model, given)
         self.coordinates = Coordinates(model, self.signature)
-        points = normal_points(reward_points, self.coordinates.dim)  # [N, D]
-        self.normal_points = points.to(model.device, self.coordinates.dtype)
-        action = torch.zeros_like(self.context[:1])
+        action = self.some_action()
         with Reparameterised("initial", self.plate_axes) as initial:
             state = model.initial(self.context)
         self.initial_noise = max(initial.num_noise, 1)  # a filter needs at least one direction to look in
@@ -120,12 +120,23 @@ class KalmanRecursion(Recursion):
             state = model.transition(state, action, self.context)
         state = self.signature.broadcast(state, torch.Size((model.num_contexts, 1, 1)))
         self.transition_noise = transition.num_noise
+        dim = self.coordinates.dim + (self.transition_noise if model.pays_on_arrival else 0)
+        self.normal_points = normal_points(reward_points, dim).to(model.device, self.coordinates.dtype)
         with Reparameterised("observation", self.plate_axes) as observation:
             model.percept(state, action, self.context)
         self.discrete = observation.discrete
         sites = self.signature.observations
         self.num_values = sum(sites[name].shape.numel() for name in sites.keys() - self.discrete)
-        model.reward(state, action, self.context)  # does it mix its numbers with these?
+        arrival = (state,) if model.pays_on_arrival else ()
+        model.reward(state, action, self.context, *arrival)  # does it mix its numbers with these?
+
+    def some_action(self) -> Tensor:
+        """An action with all of the engine's axes."""
+        return self.precise(some_action(self.model, (1, 1, 1, *[1] * self.plate_axes)))
+
+    def precise(self, action: Tensor) -> Tensor:
+        """An action as programs get it: a continuous one in the precision of everything else."""
+        return action.to(self.coordinates.dtype) if action.is_floating_point() else action
 
     @cached_property
     def _own_types(self) -> Any:
@@ -157,7 +168,7 @@ class KalmanRecursion(Recursion):
     @_precisely
     def moved(self, points: Tensor, noise: Tensor | None, action: Tensor) -> Tensor:
         """The `transition` program as a function of points `[C, B, K, D]` and noise `[C, B, K, E]`."""
-        action = axes(action, self.plate_axes)
+        action = axes(self.precise(action), self.plate_axes)
         with Reparameterised("transition", self.plate_axes, noise):
             state = self.model.transition(self.coordinates.state(points), action, self.context)
         return self.coordinates.vector(state, points.shape[:-1])
@@ -243,7 +254,7 @@ class KalmanRecursion(Recursion):
 
     def expected(self, points: Tensor, noise: Tensor | None, seen: Observed) -> Expected:
         """The `observation` program as a function of points `[C, B, K, D]` and noise of hidden sites."""
-        a = None if seen.action is None else axes(seen.action, self.plate_axes)
+        a = None if seen.action is None else axes(self.precise(seen.action), self.plate_axes)
         with self.sensing(seen, self.signature, points.shape[:-1], self.discrete, noise) as sensed:
             self.model.percept(self.coordinates.state(points), a, self.context)
         dtype = self.coordinates.dtype
@@ -280,11 +291,19 @@ class KalmanRecursion(Recursion):
 
     @_precisely
     def expected_reward(self, belief: GaussianBelief, action: Tensor) -> Tensor:
-        """The mean of `r` over points that are spread out as the belief is."""
-        spread = belief.root.mT
-        points = belief.mean[:, :, None] + product(self.normal_points, spread)  # [C, B, N, D]
-        shape = tuple(points.shape[:3])
-        return self.reward(self.coordinates.state(points), action, shape).mean(-1)
+        """The mean of `r` over points that are spread out as the belief is.
+
+        On arrival, the noise of the transition is spread out with them: what is quadratic in both is exact.
+        """
+        D, spread = self.coordinates.dim, belief.root.mT
+        points = belief.mean[:, :, None] + product(self.normal_points[:, :D], spread)  # [C, B, N, D]
+        shape = points.shape[:3]
+        after = None
+        if self.model.pays_on_arrival:
+            noise = self.normal_points[:, D:].expand(*shape, -1) if self.transition_noise else None
+            after = self.coordinates.state(self.moved(points, noise, action))
+        action = self.precise(action)
+        return self.reward(self.coordinates.state(points), action, tuple(shape), after).mean(-1)
 
     def moments(self, belief: GaussianBelief) -> tuple[Any, Any]:
         """Mean and variance of every number in the state."""
@@ -361,7 +380,7 @@ def _require_proper_scales(model: CPOMDP) -> None:
         with Reparameterised("initial", len(plates)):
             state = model.initial(context)
         with Reparameterised("observation", len(plates)):
-            model.percept(state, torch.zeros_like(context[:1]), context)
+            model.percept(state, some_action(model, (1, 1, 1, *plates)), context)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

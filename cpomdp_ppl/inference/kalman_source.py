@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpomdp_ppl.native.c_code import Text, c_type, table_type
 from cpomdp_ppl.native.expressions import PARTICLE, Untraceable
-from cpomdp_ppl.native.kernel import MOST_STATEMENTS, MOST_VARIANTS
+from cpomdp_ppl.native.kernel import MOST_STATEMENTS, MOST_VARIANTS, action_text, known_inputs
 from cpomdp_ppl.native.simplify import hoisted
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.native.expressions import Expr, Graph
 
 ARGUMENTS = (
-    "int c, int a, const f64 *restrict K, const f64 *restrict P, const void *const *restrict tables, "
+    "int c, int a, const f64 *restrict act, const f64 *restrict K, const f64 *restrict P, "
+    "const void *const *restrict tables, "
     "const f64 *restrict val, const u8 *restrict flag, const f64 *restrict x, const f64 *restrict e, "
     "f64 *restrict y, int n"
 )
@@ -28,21 +29,30 @@ typedef struct {{ Function function; int constants, moves; }} Variant;
 """
 
 
-def kalman_source(model: GaussianModel, C: int, A: int, extended: bool) -> tuple[str, list[float]]:
+def kalman_source(
+    model: GaussianModel, C: int, A: int, action_dim: int, extended: bool
+) -> tuple[str, list[float]]:
     """The C text of a model's programs, and the constants that it takes from an array.
 
     Args:
         model: The programs.
         C: Number of contexts.
-        A: Number of actions.
+        A: Number of actions; 0 for continuous ones, whose numbers are inputs.
+        action_dim: How many numbers those have; 0 for finitely many.
         extended: Whether programs are linearised, rather than run at many points.
     """
     num_noise = max(model.initial_noise, model.transition_noise)
     functions = _Functions(model.graph, C, A, num_noise if extended else 0)
     first = model.first_observation
-    sizes = {"C_": C, "A_": A, "D_": model.dim, "E0_": model.initial_noise, "E1_": model.transition_noise}
+    sizes = {
+        "C_": C,
+        "A_": max(A, 1),
+        "D_": model.dim,
+        "E0_": model.initial_noise,
+        "E1_": model.transition_noise,
+    }
     sizes |= {"M_": len(model.flag_of), "NF_": len(model.observation.visible)}
-    sizes |= {"VARIANTS_": C * A if functions.specialised else 1}
+    sizes |= {"VARIANTS_": C * max(A, 1) if functions.specialised else 1, "U_": action_dim}
     tables = [
         functions.table("starts", model.initial, by_action=False),
         functions.table("moves", model.transition),
@@ -67,7 +77,7 @@ class _Functions:
     Args:
         graph: Where the expressions are.
         C: Number of contexts.
-        A: Number of actions.
+        A: Number of actions; 0 for continuous ones.
         num_noise: How many numbers of noise are zero, where slopes are taken; 0 for functions of many points.
 
     Attributes:
@@ -78,7 +88,7 @@ class _Functions:
         self.graph, self.C, self.A = graph, C, A
         self.silent = {("noise", k): graph.const(0.0, "f64") for k in range(num_noise)}
         self.at_many = num_noise == 0
-        self.specialised = C * A <= MOST_VARIANTS
+        self.specialised = C * max(A, 1) <= MOST_VARIANTS
         self.constants: list[float] = []
         self._names: dict[str, str] = {}
         self._statements = 0
@@ -87,15 +97,11 @@ class _Functions:
         """The C text of every function."""
         return [f"static int {name}({ARGUMENTS})\n{{\n    {body}\n}}" for body, name in self._names.items()]
 
-    def _known(self, by_action: bool) -> list[dict[Any, Expr]]:
-        """What is known in every variant, by context and then action."""
-        if not self.specialised:
-            return [dict(self.silent)]
-        contexts = [{("context", 0): self.graph.const(c, "i64")} for c in range(self.C)]
-        if not by_action:
-            return [self.silent | context for context in contexts]
-        actions = [{("action", 0): self.graph.const(a, "i64")} for a in range(self.A)]
-        return [self.silent | context | action for context in contexts for action in actions]
+    def _known(self, by_action: bool, silent: bool = True) -> list[dict[Any, Expr]]:
+        """What is known in every variant, by context and then action; of noise, if that is silent."""
+        noise = self.silent if silent else {}
+        known = known_inputs(self.graph, self.C, self.A if by_action else 0) if self.specialised else [{}]
+        return [noise | each for each in known]
 
     def table(
         self, name: str, program: GaussianProgram, *, by_action: bool = True, at_many: bool = False
@@ -104,7 +110,7 @@ class _Functions:
         outputs = [*program.values, *(slope for row in program.slopes for slope in row)]
         rows = [
             self._variant(outputs, program, known, [], at_many or self.at_many)
-            for known in self._known(by_action)
+            for known in self._known(by_action, silent=not at_many)
         ]
         return f"static const Variant {name}[] = {{{', '.join(rows)}}};"
 
@@ -183,7 +189,7 @@ def _input(e: Expr) -> str:
     what, k = e.value
     return {
         "context": "c",
-        "action": "a",
+        "action": action_text(e),
         "value": f"({c_type(e)})val[{k}]",
         "flag": f"flag[{k}]",
         "param": f"({e.kind})P[{k}]",

@@ -61,9 +61,7 @@ class Knowledge:
         filter_ = Persistent(backend, recursion, p)
         time = torch.zeros(len(p), dtype=torch.long, device=p.device)
         track = filter_.start(len(p))
-        return Knowledge(
-            recursion, filter_ if persistent else None, track, p, time, time.bool(), time.bool()
-        )
+        return Knowledge(recursion, filter_ if persistent else None, track, p, time, time.bool(), time.bool())
 
     @property
     def model(self) -> CPOMDP:

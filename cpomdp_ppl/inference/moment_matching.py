@@ -390,7 +390,7 @@ def _require_settled(recursion: KalmanRecursion, found: MatchedMoments, seen: Ob
 
 def log_density_of_discrete_sites(recursion: KalmanRecursion, points: Tensor, seen: Observed) -> Tensor:
     """`log p` of the discrete sites as a function of points `[C, B, P, D]`, `[C, B, P]`."""
-    a = None if seen.action is None else axes(seen.action, recursion.plate_axes)
+    a = None if seen.action is None else axes(recursion.precise(seen.action), recursion.plate_axes)
     with _ScoredDiscreteSites(seen, recursion.signature, recursion.discrete) as scored:
         recursion.model.percept(recursion.coordinates.state(points), a, recursion.context)
     assert scored.log_prob is not None

@@ -53,7 +53,7 @@ WORK_FOR_A_THREAD = 2**18
 """Particle-steps below which a further thread is not worth its start."""
 
 POINTERS = (
-    *("keys", "actions", "lengths", "values", "flags", "first_values", "first_flags"),
+    *("keys", "actions", "lengths", "vectors", "values", "flags", "first_values", "first_flags"),
     *("constants", "params", "tables", "increments", "first_increment"),
     *("rewards", "ess", "error", "resampled", "mean", "variance", "state_in", "state_out", "strides"),
     *(
@@ -80,7 +80,7 @@ class Task(ctypes.Structure):
     """What the kernel is to do; see filter.c."""
 
     _fields_ = (
-        *((name, I64) for name in ("first", "last", "B", "T", "N", "parts", "scheme", "common")),
+        *((name, I64) for name in ("first", "last", "B", "T", "N", "parts", "scheme", "common", "tries")),
         ("threshold", F64),
         *((name, VOID) for name in POINTERS),
     )
@@ -119,7 +119,7 @@ class FilterKernel:
         self.dtype = torch.float64 if "f64" in kinds else torch.float32
         with unwatched():
             real, score = KIND_OF[self.dtype], _kind_of_scores(self.traced, KIND_OF[self.dtype])
-            self.source, constants = _written(self.traced, model.num_contexts, model.num_actions, real, score)
+            self.source, constants = _written(self.traced, model, real, score)
         self._constants = np.array([*constants, 0.0])
         self._tables = [np.ascontiguousarray(table) for table in graph.tables]
         self._table_places = np.array([table.ctypes.data for table in self._tables] + [0], np.uint64)
@@ -139,7 +139,11 @@ class FilterKernel:
             return OTHER_TYPES
         keys = torch.randint(2**62, (1 + first + T,), generator=generator)
         given = {"keys": keys if first else torch.cat([keys[:1], keys])}
-        given["actions"], given["lengths"] = episodes.actions, episodes.lengths
+        given["lengths"] = episodes.lengths
+        if self.traced.action_dim is None:
+            given["actions"] = episodes.actions
+        else:
+            given["vectors"] = episodes.actions.double()
         given["values"], given["flags"] = self.packed(episodes.observations, episodes.observed, (B, T))
         if first:
             given["first_values"], given["first_flags"] = self.packed(
@@ -213,6 +217,7 @@ class FilterKernel:
             parts=parts,
             scheme=SCHEMES.index(scheme_name(settings.resampling)),
             common=int(settings.common_random_numbers),
+            tries=settings.tries,
             threshold=settings.ess_threshold,
             **self._fixed_places,
             **places,
@@ -220,7 +225,7 @@ class FilterKernel:
         if self.parameters.found:
             params = self.parameters.values()
             task.params = params.ctypes.data
-        num_threads = self._threads(B, max(T, 1) * self.num_contexts * N)
+        num_threads = self._threads(B, max(T, 1) * self.num_contexts * N * settings.tries)
         if num_threads == 1:
             return int(self._function(ctypes.byref(task), self._programs))
         cuts = np.linspace(0, B, num_threads + 1).astype(int).tolist()
@@ -338,8 +343,9 @@ def _kind_of_scores(traced: TracedModel, real: str) -> str:
     return "f64" if "f64" in kinds | {real} else "f32"
 
 
-def _written(traced: TracedModel, C: int, A: int, real: str, score: str) -> tuple[str, list[float]]:
+def _written(traced: TracedModel, model: CPOMDP, real: str, score: str) -> tuple[str, list[float]]:
     """The C text of a model's programs, and their constants."""
+    C, A = model.num_contexts, model.num_actions if model.box is None else 0
     first, usual = traced.first_observation, traced.observation
     scores = {
         "score": usual.complete,
@@ -349,7 +355,7 @@ def _written(traced: TracedModel, C: int, A: int, real: str, score: str) -> tupl
     }
     if first is not None:
         scores |= {"first_score": first.complete, "first_partial_score": first.partial}
-    programs = [traced.initial, traced.transition, *(each for each in scores.values() if each is not None)]
+    programs = [traced.initial, traced.transition, traced.reward, *filter(None, scores.values())]
     E = max(len(program.noise) for program in programs)
     numbers = traced.initial.outputs
     types = [_stored(e.kind, bounds) for e, bounds in zip(numbers, traced.bounds, strict=True)]
@@ -362,7 +368,8 @@ def _written(traced: TracedModel, C: int, A: int, real: str, score: str) -> tupl
     limits = [bounds or ("INT64_MIN", "INT64_MAX") for bounds in traced.bounds]
     text = source.text(
         C=C,
-        A=A,
+        A=source.rows,
+        reals=traced.action_dim or 0,
         D=len(numbers),
         E=E,
         values=traced.num_values,

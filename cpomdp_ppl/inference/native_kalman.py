@@ -51,7 +51,7 @@ class KalmanTask(ctypes.Structure):
         *(
             (name, VOID)
             for name in (
-                *("actions", "lengths", "values", "flags", "first_values", "first_flags"),
+                *("actions", "lengths", "vectors", "values", "flags", "first_values", "first_flags"),
                 *(
                     "constants",
                     "params",
@@ -105,7 +105,9 @@ class KalmanKernel:
         self.signature, self.parameters = signature, parameters
         self.num_contexts, self.extended = model.num_contexts, extended
         self.traced, self._copy = _traced(model, signature, parameters, extended)
-        source, constants = kalman_source(self.traced, model.num_contexts, model.num_actions, extended)
+        actions = (model.num_actions, 0) if model.box is None else (0, model.box.dim)
+        self._continuous = model.box is not None
+        source, constants = kalman_source(self.traced, model.num_contexts, *actions, extended)
         self.source = "\n".join([prelude(), source, _driver()])
         self._constants = np.array([*constants, 0.0])
         self._tables = [np.ascontiguousarray(table) for table in self.traced.graph.tables]
@@ -182,13 +184,17 @@ class KalmanKernel:
 
     def _given(self, settings: KalmanSettings, episodes: Episodes) -> dict[str, Tensor]:
         """What the kernel reads, by its name there."""
-        B, T = episodes.actions.shape
-        given = {"actions": episodes.actions.contiguous(), "lengths": episodes.lengths.contiguous()}
+        B, T = episodes.actions.shape[:2]
+        given = {"lengths": episodes.lengths.contiguous()}
+        if self._continuous:
+            given["vectors"] = episodes.actions.double().contiguous()
+        else:
+            given["actions"] = episodes.actions.contiguous()
         given["values"], given["flags"] = self._packed(episodes.observations, episodes.observed, (B, T))
         if episodes.initial_observations is not None and episodes.initially_observed is not None:
             values, flags = self._packed(episodes.initial_observations, episodes.initially_observed, (B,))
             given |= {"first_values": values, "first_flags": flags}
-        given["points"] = _points(settings.reward_points, self.traced.dim)
+        given["points"] = _points(settings.reward_points, self.traced.dim + self.traced.reward_noise)
         if settings.sigma_points is not None:
             D, E = self.traced.dim, self.traced.transition_noise
             for name, n in (("start", self.traced.initial_noise), ("move", D + E), ("sight", D)):

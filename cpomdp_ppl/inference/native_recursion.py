@@ -108,6 +108,17 @@ class NativeSMC(SMC):
     def _key(self) -> int:
         return int(torch.randint(2**62, (), device=CPU)) if self.keys is None else self.keys.take()
 
+    def _key_aside(self) -> int:
+        """A key for random numbers of rewards on arrival, which moves no stream; else 0."""
+        if not self.model.pays_on_arrival:
+            return 0
+        if self.keys is None:
+            return super()._seed_aside()
+        position = self.keys.position
+        key = self.keys.take() ^ 1  # another one than that of the next step
+        self.keys.position = position
+        return key
+
     def start(self, num_episodes: int) -> Cloud:
         """Particles from the model's `initial`, all of the same weight."""
         found = self._run(num_episodes, self.N, 0)
@@ -162,10 +173,15 @@ class NativeSMC(SMC):
             memory.take_cloud(cloud)
             memory.take_actions(action, None)
             reward = memory.new_rows("rewards", self.dtype)
-            if memory.run(self._settings, REWARD, 1, 0):
+            if memory.run(self._settings, REWARD, 1, self._key_aside()):
                 return reward
-        with self.scope():
+        if self.keys is None:
             return super().expected_reward(cloud, action)
+        position = self.keys.position
+        with self.scope():
+            reward = super().expected_reward(cloud, action)
+        self.keys.position = position  # to ask what is earned changes nothing
+        return reward
 
     def known_masks(self) -> dict[int | None, Mapping[str, Tensor]] | None:
         """Room to note what the model, as it is now, shows of one episode after every action.
@@ -250,12 +266,17 @@ class _Memory:
         self._places[name] = ctypes.addressof(array)
 
     def take_actions(self, action: Tensor | None, alive: Tensor | None) -> None:
-        """What is done, `[B]`, and which episodes go on, `[B]`: all, if that is not said."""
+        """What is done, `[B]` or `[B, D]`, and which episodes go on, `[B]`: all, if that is not said."""
         B = self._shape[1]
+        dim = self._kernel.traced.action_dim
         if action is None:
             self._hold("actions", array_of(I64, B)())
-        else:
+        elif dim is None:
             self._take("actions", action, torch.int64, (B,))
+        else:
+            vectors = action.double().contiguous()
+            self._held.append(vectors)
+            self._take("vectors", vectors, torch.float64, (B, dim))
         self._hold("lengths", array_of(I64, B)(*([1] * B if alive is None else alive.tolist())))
 
     def take_state(self, state: State) -> None:

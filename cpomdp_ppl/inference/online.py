@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.errors import ObservationError, invalid, require_count, require_model
+from cpomdp_ppl.errors import ObservationError, invalid, require, require_count, require_model
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference.backend import inference_scope, require_real, require_real_moments
 from cpomdp_ppl.inference.belief import map_belief
@@ -48,6 +49,7 @@ class OnlineFilter:
         log_likelihood: Log-likelihood of everything seen so far, float64 `[B, C]`.
         prior: Prior over contexts, float64 `[B, C]`.
         latest: The percept of the last step; before any, one in which nothing was observed.
+        ended: Which episodes are over, bool `[B]`: whatever is done later, what is known of them stays.
         time: Number of steps so far.
 
     Examples:
@@ -90,6 +92,7 @@ class OnlineFilter:
             self._randomness: Any = torch.get_rng_state() if self._keys is None else self._keys.position
         self._arguments = StepArguments(model, self._recursion.signature, num_episodes)
         self.latest = blind(self._recursion.signature, num_episodes, model.device)
+        self.ended = torch.zeros(num_episodes, dtype=torch.bool, device=model.device)
 
     def observe(
         self,
@@ -102,9 +105,11 @@ class OnlineFilter:
         """Take in one step: the action taken, and what was seen after it.
 
         Args:
-            action: For all episodes, or one for each, `[B]`; names will do. None for an initial observation.
+            action: For all episodes, or one for each, `[B]`; names will do. Continuous ones are `[D]` or
+                `[B, D]`. None for an initial observation.
             observations: By site, `[B, …]` (or without the episode axis, for a single episode). Sites left
-                out were not observed.
+                out were not observed. Of models whose episodes may end, `ended` is one, and says as much
+                where an episode goes on.
             observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates; sites left out
                 were not observed). Without it, everything given counts as observed.
             complete: Whether to refuse a step in which a site was not observed that the program shows.
@@ -119,6 +124,8 @@ class OnlineFilter:
             raise invalid("action", action, expected)
         time = 0 if action is None else self.time + 1
         seen = self._arguments.read(time, action, {} if observations is None else observations, observed)
+        if bool(self.ended.any()):
+            seen = self._of_the_living(seen)
         if complete:
             self._require_complete(seen)
         if self._keys is not None:  # it will enter a scope itself, should it have to
@@ -131,12 +138,22 @@ class OnlineFilter:
                 self._take_in(seen)
                 self._randomness = torch.get_rng_state()
         self.latest = Percept(seen.action, seen.observations, seen.observed)
+        if self.model.can_end:
+            self.ended = self.ended | self.latest.ended
         self._begun = True
         self.time += action is not None
 
     def _take_in(self, seen: Observed) -> None:
         take_in = self._filter.condition if seen.action is None else self._filter.step
         self._track, _ = take_in(self._track, seen)
+
+    def _of_the_living(self, seen: Observed) -> Observed:
+        """A step of episodes of which some are over; raises if anything was observed in those."""
+        for site, flags in seen.observed.items():
+            late = flags.reshape(len(flags), -1).any(1) & self.ended
+            where = f"of episode {int(late.nonzero()[0])}" if bool(late.any()) else ""
+            require(not where, f"observations['{site}']", f"one {where}", "none after the end of an episode")
+        return replace(seen, alive=~self.ended)
 
     @property
     def belief(self) -> Any:
@@ -175,7 +192,7 @@ class OnlineFilter:
         return map_belief(lambda leaf: leaf.movedim(1, 0), moments[which])
 
     def expected_reward(self, action: int | str | Sequence[int | str] | Tensor) -> Tensor:
-        """`E[r_c(s_t, a)]` under the belief, `[B, C]`.
+        """`E[r_c(s_t, a)]` under the belief, `[B, C]`; zero for episodes that are over.
 
         Raises:
             DensityError: If a program left the reals.
@@ -183,7 +200,7 @@ class OnlineFilter:
         with inference_scope(self.model, 0):
             reward = self._recursion.expected_reward(self.belief, self._arguments.actions(action))
         require_real("reward: the expected reward", reward, 2, self._place)
-        return reward.T
+        return torch.where(self.ended[:, None], 0.0, reward.T) if self.model.can_end else reward.T
 
     def _require_complete(self, seen: Observed) -> None:
         """Raise if the program shows a site that was not observed.
@@ -197,12 +214,12 @@ class OnlineFilter:
         given = {site: value for site, value in seen.observations.items() if site not in missing}
         shown = self._shown(seen.action, given)
         for site in missing:
-            lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1)
+            lacking = (shown[site] & ~seen.observed[site]).reshape(self.num_episodes, -1).any(1) & ~self.ended
             if bool(lacking.any()):
                 b = int(lacking.nonzero()[0])
                 when = "before the first action"
                 if seen.action is not None:
-                    when = f"after '{self.model.action_names[int(seen.action[b])]}'"
+                    when = f"after {self._name(seen.action[b])}"
                 raise ObservationError(
                     f"observations: expected site '{site}', which is always seen {when}, got "
                     f"{list(given) or 'nothing'}; if it was not seen all the same, say "
@@ -212,9 +229,10 @@ class OnlineFilter:
     def _shown(self, action: Tensor | None, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """What the program shows after an action, if it shows what is given; by site, bool `[B, *plates]`."""
         known = None
-        if isinstance(self._recursion, NativeSMC) and self.num_episodes == 1:
+        finite = self.model.box is None
+        if isinstance(self._recursion, NativeSMC) and self.num_episodes == 1 and finite:
             known = self._recursion.known_masks()
-        number = None if action is None else int(action[0])
+        number = None if action is None or not finite else int(action[0])
         if known is not None and number in known:
             return known[number]
         contexts = torch.zeros(self.num_episodes, dtype=torch.long, device=self.model.device)
@@ -224,6 +242,10 @@ class OnlineFilter:
         if known is not None:
             known[number] = shown
         return shown
+
+    def _name(self, action: Tensor) -> str:
+        """An action of one episode, for messages."""
+        return str(action.tolist()) if action.dim() else f"'{self.model.action_names[int(action)]}'"
 
     def _place(self, c: int, b: int) -> str:
         return f"time {self.time} of episode {b} in context '{self.model.context_names[c]}'"

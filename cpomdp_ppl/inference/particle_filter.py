@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -12,7 +13,7 @@ from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import UnsupportedModelError, invalid, require, require_count, require_model
 from cpomdp_ppl.inference.backend import Backend, Recursion, require_finite_result, require_same_sites
 from cpomdp_ppl.inference.belief import map_belief
-from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights
+from cpomdp_ppl.inference.cloud import Ancestors, Cloud, Families, Weights, pick
 from cpomdp_ppl.inference.engine import native_or_none, require_engine, say_once
 from cpomdp_ppl.inference.native_filter import NOT_COMPILED, FilterKernel, scheme_name
 from cpomdp_ppl.inference.observed import Observed, hidden_parents, log_density_of_seen
@@ -21,7 +22,7 @@ from cpomdp_ppl.inference.proposals import Bootstrap, Guide, Guided, LookAhead
 from cpomdp_ppl.inference.resampling import Resampling, as_scheme
 from cpomdp_ppl.inference.sampling import draw
 from cpomdp_ppl.inference.scan import observed_in_time, require_possible
-from cpomdp_ppl.rng import RandomStream, seed_for
+from cpomdp_ppl.rng import RandomStream, inverse_cdf, seed_for
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ class ParticleFilter(Backend):
         chunk: How many episodes the eager engine handles at once; chosen to bound memory if left out.
         engine: `"native"` compiles the model's programs, and refuses those that cannot be compiled; `"eager"`
             runs them as they are; `"auto"` compiles what it can. The two have random numbers of their own.
+        tries: How many next states K each particle tries out in a step. It takes one of them, in proportion
+            to the density of what was observed there, and their mean density is its weight: likelihoods stay
+            unbiased. With 1, a particle sees the observation only when it has moved. More help where few of
+            the places that a particle may move to agree with what was seen: above all where `ends` says for
+            sure whether an episode ends in a state, so that all particles may die. K tries cost what K times
+            the particles do in programs, but particles themselves stay as few. Not with a guide.
 
     Examples:
         >>> from cpomdp_ppl import RandomPolicy, simulate
@@ -77,6 +84,7 @@ class ParticleFilter(Backend):
     common_random_numbers: bool = True
     chunk: int | None = None
     engine: str = "auto"
+    tries: int = 1
     name: ClassVar[str] = "smc"
 
     def __post_init__(self) -> None:
@@ -84,6 +92,10 @@ class ParticleFilter(Backend):
         as_scheme(self.resampling)
         require_engine(self.engine)
         require(0 <= self.ess_threshold <= 1, "ess_threshold", self.ess_threshold, "a fraction from 0 to 1")
+        require_count("tries", self.tries)
+        require(
+            self.tries == 1 or self.guide is None, "tries", self.tries, "1, as a guide looks ahead itself"
+        )
         if self.chunk is not None:
             require_count("chunk", self.chunk)
         proposes = callable(getattr(self.guide, "transition", None))
@@ -158,7 +170,8 @@ class ParticleFilter(Backend):
         size: int = max(sum(leaf.shape.numel() for _, leaf in leaves(recursion.signature.state)), seen)
         if self.guide == "ekf":
             size *= seen**2  # every particle holds Jacobian and covariance of what it expects to see
-        return how_many_fit(PARTICLES_AT_ONCE, model.num_contexts * self.num_particles * max(size, 1))
+        particles = model.num_contexts * self.num_particles * self.tries
+        return how_many_fit(PARTICLES_AT_ONCE, particles * max(size, 1))
 
 
 def checked(model: CPOMDP, episodes: Episodes, found: Filtering, allow_lost: bool) -> Filtering:
@@ -177,7 +190,7 @@ class SMC(Recursion):
 
     def __init__(self, model: CPOMDP, settings: ParticleFilter, signature: Signature | None = None) -> None:
         super().__init__(model, signature=signature)
-        self.N = settings.num_particles
+        self.N, self.tries = settings.num_particles, settings.tries
         self.common = settings.common_random_numbers
         self.scheme, self.threshold = as_scheme(settings.resampling), settings.ess_threshold
         self.dtype = torch.get_default_dtype()
@@ -213,8 +226,11 @@ class SMC(Recursion):
     def step_with_parents(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor, Tensor | None]:
         """As `step`, with the parent of every particle, `[C, B, N]`; None if all are their own."""
         cloud, ancestors = self.resample(cloud, observed.alive)
-        cloud, log_ratio = self.propose(cloud, observed)
-        cloud, increment = self.reweight(cloud, observed, log_ratio)
+        if self.tries > 1:
+            cloud, increment = self.try_out(cloud, observed)
+        else:
+            cloud, log_ratio = self.propose(cloud, observed)
+            cloud, increment = self.reweight(cloud, observed, log_ratio)
         return cloud, increment, None if ancestors is None else ancestors.everywhere(cloud.shape)
 
     def resample(self, cloud: Cloud, alive: Tensor | None = None) -> tuple[Cloud, Ancestors | None]:
@@ -244,6 +260,35 @@ class SMC(Recursion):
         """Move by the proposal. Returns its log-ratio `p / q`, `[C, B, N]`, too; None for 1."""
         state, log_ratio = self.proposal.transition(cloud.state, cloud.shape, observed)
         return replace(cloud, state=self._broadcast(state, cloud.shape)), log_ratio
+
+    def try_out(self, cloud: Cloud, observed: Observed) -> tuple[Cloud, Tensor]:
+        """Move each particle to one of K next states, knowing what is observed, and weight it.
+
+        The mean of the density `g` over K draws from the transition `f` is on average `∫ f g`, and so is a
+        pick in proportion to `g`, weighted by that mean, a draw from `f g`.
+        """
+        (C, B, N), K = cloud.shape, self.tries
+        states = map_state(lambda leaf: leaf.repeat_interleave(K, 2), cloud.state)  # [C, B, N K, …]
+        tried = replace(
+            self.of_states(states), state=self.move_states(states, cast("Tensor", observed.action))
+        )
+        # Drawn in any case: what one episode saw must not change the random numbers of another.
+        levels = torch.rand(1 if self.common else C, B, N, 1, dtype=torch.float64, device=self.context.device)
+        taken, rows = torch.zeros((C, B, N, 1), dtype=torch.long, device=levels.device), observed.rows
+        density = self.log_density(tried, observed, rows)
+        increment = torch.zeros_like(cloud.weights.ess, dtype=torch.float64)
+        weights = cloud.weights
+        if density is not None:
+            density = density.expand(C, -1, N * K).reshape(C, -1, N, K)
+            weights, increment = weights.times(density.logsumexp(-1) - math.log(K), episodes=rows)
+            possible = density.amax(-1, keepdim=True) > -torch.inf
+            shares = torch.where(possible, density, 0.0).double().softmax(-1)
+            some = levels if rows is None else levels.index_select(1, rows)
+            best = inverse_cdf(shares, some.expand(*shares.shape[:-1], 1).contiguous())
+            taken = best if rows is None else taken.index_copy(1, rows, best)
+        first = K * torch.arange(N, device=taken.device)
+        state = pick(tried.state, first + taken[..., 0])
+        return replace(cloud, state=state, weights=weights), increment
 
     def reweight(self, cloud: Cloud, observed: Observed, log_ratio: Tensor | None) -> tuple[Cloud, Tensor]:
         """Multiply weights by the density of what was observed. Returns the evidence increment `[C, B]`."""
@@ -325,8 +370,23 @@ class SMC(Recursion):
         return cloud.families.standard_error(cloud.weights)
 
     def expected_reward(self, cloud: Cloud, action: Tensor) -> Tensor:
-        """The particles' weighted mean reward."""
-        return cloud.weights.mean(self.reward(cloud.state, action, cloud.shape))
+        """The particles' weighted mean reward.
+
+        Of models that pay on arrival, each particle draws where it goes; random numbers of the filter's own
+        steps stay what they are.
+        """
+        after = None
+        if self.model.pays_on_arrival:
+            with RandomStream(self._seed_aside()):
+                after = self.move_states(cloud.state, action)
+        return cloud.weights.mean(self.reward(cloud.state, action, cloud.shape, after))
+
+    def _seed_aside(self) -> int:
+        """A seed for random numbers beside those of the filter, whose stream does not move."""
+        before = torch.get_rng_state()
+        seed = int(torch.randint(2**31, ()))
+        torch.set_rng_state(before)
+        return seed_for(seed, 1)
 
     def moments(self, cloud: Cloud) -> tuple[Any, Any]:
         """Weighted means and variances of the particles; of booleans, as of 0 and 1."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.errors import DegenerateWeightsError
+from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.native_recursion import NativeSMC
 from cpomdp_ppl.inference.observed import Observed, rows_observed
 from cpomdp_ppl.inference.particle_filter import SMC
@@ -165,6 +166,8 @@ class Persistent:
         self, track: Track, observed: Observed, belief: Any, increment: Tensor
     ) -> tuple[Track, Tensor]:
         before = track.log_likelihood
+        if observed.alive is not None:
+            belief = where_alive(observed.alive, belief, track.belief)
         path = (observed,) if self._larger is None else (*track.path, observed)
         after = before + increment  # [C, B]
         if _are_finite(after):  # all is possible: no need to look closer

@@ -8,6 +8,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import some_action
 from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Recorded
 from cpomdp_ppl.inference.density import log_density, unmasked
@@ -124,9 +125,7 @@ class LookAhead(Bootstrap):
     def __init__(self, recursion: Recursion, common: bool) -> None:
         super().__init__(recursion, common)
         self.signature = recursion.signature
-        zero = torch.zeros(
-            (1, 1, 1, *[1] * recursion.plate_axes), dtype=torch.long, device=self.context.device
-        )
+        zero = some_action(self.model, (1, 1, 1, *[1] * recursion.plate_axes))
         with Reparameterised("initial", self.plate_axes):
             state = self.model.initial(self.context)
         state = self.signature.broadcast(state, torch.Size((self.model.num_contexts, 1, 1)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError
 from cpomdp_ppl.inference.belief import where_alive
 from cpomdp_ppl.inference.observed import Observed, rows_observed
+from cpomdp_ppl.signature import ENDED
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
@@ -216,10 +217,16 @@ def added(model: CPOMDP, total: Tensor, increment: Tensor, observed: Observed) -
         b = int((~torch.isfinite(highest)).nonzero()[0])
         sites = [site for site, flags in observed.observed.items() if bool(flags[b].any())]
         shown = ", ".join(f"'{site}' = {_plain(observed.observations[site][b])}" for site in sites)
+        advice = "try more of them (`num_particles`)"
+        if ENDED in sites:
+            advice += (
+                ", or next states for each (`tries`, which costs less); a chance in place of an end that is "
+                'certain, or "grid", leave some alive'
+            )
         raise DegenerateWeightsError(
             f"time {observed.time} of episode {observed.episode(b)}: no context can have produced site "
             f"{shown}; either the data are not the model's or, in a particle filter, all particles are "
-            "elsewhere: try more of them (`num_particles`)"
+            f"elsewhere: {advice}"
         )
     return total
 

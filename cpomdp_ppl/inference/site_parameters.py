@@ -12,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.errors import DensityError, ModelError
 from cpomdp_ppl.handlers import Batched, base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference.density import unmasked
@@ -62,8 +63,9 @@ def require_proper_parameters(model: CPOMDP) -> None:
     """Run the programs at some draws, and raise for parameters of sites before torch draws with them."""
     plates = (1,) * model.max_plate_nesting
     context = torch.arange(model.num_contexts, device=model.device).reshape(-1, 1, 1, *plates)
-    action = torch.arange(model.num_actions, device=model.device).reshape(1, -1, 1, *plates)
-    batch = Batched((model.num_contexts, model.num_actions, 64), model.max_plate_nesting)
+    action = probes(model)
+    batch = Batched((model.num_contexts, len(action), 64), model.max_plate_nesting)
+    action = action.reshape(1, -1, 1, *plates, *action.shape[1:])
     with torch.no_grad(), poutine.block(), model.running(), torch_errors_as_model_errors(model), batch:
         with _ProperParameters("initial"):
             state = model.initial(context)

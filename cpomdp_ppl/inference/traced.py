@@ -13,6 +13,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.handlers import Batched, Recorded, expanded, is_deterministic, mask_of
 from cpomdp_ppl.inference.density import log_density, unfit, unmasked
 from cpomdp_ppl.inference.enumeration import Enumerated
@@ -75,6 +76,7 @@ class TracedModel:
         reward: The reward.
         observation: What is observed after an action.
         first_observation: What is observed before the first; None for models that show nothing then.
+        action_dim: How many numbers an action is; None for the index of one.
     """
 
     graph: Graph
@@ -87,6 +89,7 @@ class TracedModel:
     reward: Traced
     observation: TracedObservation
     first_observation: TracedObservation | None
+    action_dim: int | None
     num_values: int = field(default=0)
     num_flags: int = field(default=0)
 
@@ -202,27 +205,28 @@ class _Tracing:
     ) -> None:
         self.model, self.signature, self.graph, self.parameters = model, signature, graph, parameters
         self.plates = model.max_plate_nesting
-        C, A = model.num_contexts, model.num_actions
-        self.context = self._axis(0, [0, C - 1])
-        self.action = self._axis(1, [0, A - 1])
+        self.context = self._axis(0, torch.tensor([0, model.num_contexts - 1]))
+        self.actions = probes(model)
+        self.action = self._axis(1, self.actions[[0, -1]])
         self.state = self._some_state()
         self.sites, self.num_values, self.num_flags = self._layout()
 
-    def _axis(self, axis: int, values: list[int]) -> Tensor:
+    def _axis(self, axis: int, values: Tensor) -> Tensor:
+        """Two contexts, `[2]`, or two actions, `[2]` or `[2, D]`, along one of the engine's axes."""
         shape = [1] * (ENGINE_AXES + self.plates)
         shape[axis] = 2
-        return torch.tensor(values, device=self.model.device).reshape(shape)
+        return values.to(self.model.device).reshape(*shape, *values.shape[1:])
 
     def _some_state(self) -> State:
         """A state after some steps."""
         shape = torch.Size((2,) * ENGINE_AXES)
-        A, model = self.model.num_actions, self.model
+        A, model = len(self.actions), self.model
         with Batched(shape, self.plates):
             state = model.initial(self.context)
             for step in range(
                 min(STEPS_AHEAD, model.horizon - 1)
             ):  # further ahead, programs may know nothing
-                action = self._axis(1, [step % A, (step + 1) % A])
+                action = self._axis(1, self.actions[[step % A, (step + 1) % A]])
                 state = model.transition(self.signature.broadcast(state, shape), action, self.context)
         full: State = map_state(lambda leaf: leaf.contiguous(), self.signature.broadcast(state, shape))
         return map_state(lambda leaf, like: leaf.to(like.dtype), full, self.signature.state)  # type: ignore[no-any-return]
@@ -236,10 +240,9 @@ class _Tracing:
 
     def _given(self) -> list[Argument]:
         """Action and context."""
-        bounds = (0, self.model.num_contexts - 1), (0, self.model.num_actions - 1)
-        named = zip(("context", "action"), (self.context, self.action), bounds, strict=True)
-        c, a = (argument(self.graph, what, 0, values, [limits]) for what, values, limits in named)
-        return [a, c]
+        c = argument(self.graph, "context", 0, self.context, [(0, self.model.num_contexts - 1)])
+        limits = [(0, len(self.actions) - 1)] if self.model.box is None else None
+        return [argument(self.graph, "action", 0, self.action, limits), c]
 
     def _states(self, bounds: Sequence[Bounds]) -> list[Argument]:
         found, first = [], 0
@@ -296,17 +299,24 @@ class _Tracing:
         arguments = [*self._given(), *self._states(bounds)]
         return self._split(trace(self.graph, "transition", program, arguments, self.parameters), self.dim)
 
-    def reward(self, bounds: Sequence[Bounds]) -> Traced:
-        """The reward."""
+    def reward(self, bounds: Sequence[Bounds], num_noise: int) -> Traced:
+        """The reward; on arrival, that of a transition which takes so many random numbers."""
+        pays_on_arrival = self.model.pays_on_arrival
 
-        def program(action: Tensor, context: Tensor, *state: Tensor) -> list[Tensor]:
-            reward = torch.as_tensor(self.model.reward(self._as_state(state), action, context))
+        def program(action: Tensor, context: Tensor, *parts: Tensor) -> list[Tensor]:
+            state, conditions = self._as_state(parts), []
+            arrival: tuple[State, ...] = ()
+            if pays_on_arrival:
+                with TracedDraws(len(context), self.plates) as draws:
+                    moved = self.model.transition(state, action, context)
+                arrival, conditions = (self._as_state(self._flat(moved, len(context))),), draws.conditions
+            reward = torch.as_tensor(self.model.reward(state, action, context, *arrival))
             reward = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
-            return [reward.expand(*[len(context)] * ENGINE_AXES, *[1] * self.plates)]
+            return [reward.expand(*[len(context)] * ENGINE_AXES, *[1] * self.plates), *conditions]
 
         arguments = [*self._given(), *self._states(bounds)]
-        traced = trace(self.graph, "reward", program, arguments, self.parameters)
-        if traced.noise:
+        traced = self._split(trace(self.graph, "reward", program, arguments, self.parameters), 1)
+        if len(traced.noise) != (num_noise if pays_on_arrival else 0):
             raise Untraceable("reward: random numbers are drawn that are no sample site")
         return traced
 
@@ -386,7 +396,8 @@ def trace_model(
         ),
         initial=initial,
         transition=transition,
-        reward=tracing.reward(bounds),
+        reward=tracing.reward(bounds, len(transition.noise)),
+        action_dim=None if model.box is None else model.box.dim,
         observation=tracing.observation(bounds, first=False),
         first_observation=tracing.observation(bounds, first=True) if model.initial_observation else None,
         num_values=tracing.num_values,

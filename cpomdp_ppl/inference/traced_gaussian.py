@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.handlers import base_of, is_deterministic, mask_of
 from cpomdp_ppl.inference.enumeration import Enumerated
 from cpomdp_ppl.inference.gaussian import (
@@ -91,6 +92,7 @@ class GaussianModel:
         initial: The first state; its point is the noise.
         transition: The next state.
         reward: The reward.
+        reward_noise: How many numbers ε it takes.
         reward_type: Its type.
         observation: What is observed after an action.
         first_observation: What is observed before the first; None for models that show nothing then.
@@ -104,6 +106,7 @@ class GaussianModel:
     initial: GaussianProgram
     transition: GaussianProgram
     reward: GaussianProgram
+    reward_noise: int
     reward_type: torch.dtype
     observation: GaussianObservation
     first_observation: GaussianObservation | None
@@ -226,8 +229,9 @@ class _GaussianTracing:
         self.signature = replace(read_signature(model), dependencies=given.dependencies)
         self.coordinates = Coordinates(model, self.signature)
         self.plates = model.max_plate_nesting
-        self.context = self._axis(0, [0, model.num_contexts - 1])
-        self.action = self._axis(1, [0, model.num_actions - 1])
+        self.context = self._axis(0, torch.tensor([0, model.num_contexts - 1]))
+        self.actions = probes(model)
+        self.action = self._axis(1, self.actions[[0, -1]])
         with Reparameterised("initial", self.plates) as initial:
             state = model.initial(self.context)
         state = self.signature.broadcast(state, torch.Size((2, 1, 1)))
@@ -236,19 +240,20 @@ class _GaussianTracing:
         self.initial_noise, self.transition_noise = max(initial.num_noise, 1), transition.num_noise
         self.point = self._some_point()
 
-    def _axis(self, axis: int, values: list[int]) -> Tensor:
+    def _axis(self, axis: int, values: Tensor) -> Tensor:
+        """Two contexts, `[2]`, or two actions, `[2]` or `[2, D]`, along one of the engine's axes."""
         shape = [1] * (ENGINE_AXES + self.plates)
         shape[axis] = 2
-        return torch.tensor(values, device=self.model.device).reshape(shape)
+        return values.to(self.model.device).reshape(*shape, *values.shape[1:])
 
     def _noise(self, size: int) -> Tensor:
         return torch.randn(2, 2, 2, size, dtype=torch.float64)
 
     def _some_point(self) -> Tensor:
         """A state after some steps, as a vector."""
-        x = self._started(self.context, self._noise(self.initial_noise))
+        x, A = self._started(self.context, self._noise(self.initial_noise)), len(self.actions)
         for step in range(min(STEPS_AHEAD, self.model.horizon - 1)):
-            action = self._axis(1, [step % self.model.num_actions, (step + 1) % self.model.num_actions])
+            action = self._axis(1, self.actions[[step % A, (step + 1) % A]])
             x = self._moved(action, self.context, x, self._noise(self.transition_noise))
         return x.contiguous()
 
@@ -265,9 +270,9 @@ class _GaussianTracing:
 
     def _given_numbers(self) -> list[Argument]:
         """Action and context."""
-        limits = (0, self.model.num_actions - 1), (0, self.model.num_contexts - 1)
-        named = zip(("action", "context"), (self.action, self.context), limits, strict=True)
-        return [argument(self.graph, what, 0, values, [bounds]) for what, values, bounds in named]
+        c = argument(self.graph, "context", 0, self.context, [(0, self.model.num_contexts - 1)])
+        limits = [(0, len(self.actions) - 1)] if self.model.box is None else None
+        return [argument(self.graph, "action", 0, self.action, limits), c]
 
     def _points(self, *noise: Tensor) -> list[Argument]:
         named = zip(("state", *["noise"] * len(noise)), (self.point, *noise), strict=True)
@@ -376,16 +381,22 @@ class _GaussianTracing:
         return self._trace("transition", program, arguments, self.coordinates.dim)[0]
 
     def reward(self) -> GaussianProgram:
-        """The reward."""
+        """The reward; on arrival, a function of the noise of the transition, too."""
+        arrives = self.model.pays_on_arrival
+        noise = [self._noise(self.transition_noise)] if arrives and self.transition_noise else []
 
-        def program(action: Tensor, context: Tensor, x: Tensor) -> list[Tensor]:
-            reward = self.model.reward(self.coordinates.state(x), action, context)
+        def program(action: Tensor, context: Tensor, x: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+            arrival: tuple[Any, ...] = ()
+            if arrives:
+                moved = self._moved(action, context, x, x if noise is None else noise)
+                arrival = (self.coordinates.state(moved),)
+            reward = self.model.reward(self.coordinates.state(x), action, context, *arrival)
             if not isinstance(reward, Tensor):
                 raise Untraceable("it returns no tensor")
             reward = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
             return [reward.expand(*x.shape[:-1], *[1] * self.plates)]
 
-        return self._trace("reward", program, [*self._given_numbers(), *self._points()], 1)[0]
+        return self._trace("reward", program, [*self._given_numbers(), *self._points(*noise)], 1)[0]
 
     def observation(self, first: bool) -> GaussianObservation:
         """What is observed."""
@@ -464,6 +475,7 @@ def trace_gaussian(
         initial=tracing.initial(),
         transition=tracing.transition(),
         reward=reward,
+        reward_noise=tracing.transition_noise if model.pays_on_arrival else 0,
         reward_type=torch.float32 if reward.values[0].kind == "f32" else torch.float64,
         observation=tracing.observation(first=False),
         first_observation=tracing.observation(first=True) if model.initial_observation else None,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cpomdp_ppl.actions import probes, random_actions
+from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.errors import DegenerateWeightsError, DensityError, UnsupportedModelError
 from cpomdp_ppl.inference.backend import inference_scope
 from cpomdp_ppl.inference.extended import ExtendedKalmanFilter
@@ -52,6 +54,9 @@ MOST_CHECKED = 256
 FEWEST_PARTICLES, MOST_PARTICLES = 64, 4096
 """Numbers of particles to choose from, by doubling."""
 
+TRIES = 16
+"""Next states that each particle tries out, if the end of an episode leaves none alive."""
+
 FEWEST_EFFECTIVE = 16
 """Particles that have to count, on average over time."""
 
@@ -60,20 +65,25 @@ DOUBT = 1e-3
 
 
 def trials(model: CPOMDP) -> Iterator[Episodes]:
-    """Simulate a few episodes in every context: random actions, persistent ones, each action alone."""
-    A, number = model.num_actions, model.num_contexts * max(2, -(-NUM_TRIALS // model.num_contexts))
+    """Simulate a few episodes in every context: random actions, persistent ones, each action alone.
+
+    Of continuous actions, those that stand for all; see `Box.probes`.
+    """
+    number = model.num_contexts * max(2, -(-NUM_TRIALS // model.num_contexts))
 
     def persist(history: History) -> Tensor:
-        new = torch.randint(A, (history.num_episodes,), device=model.device)
+        new = random_actions(model, (history.num_episodes,))
         last = history.latest.action
         if last is None:
             return new
-        return torch.where(torch.rand(len(new), device=model.device) < PERSISTENCE, last, new)
+        again = torch.rand(len(new), device=model.device) < PERSISTENCE
+        return torch.where(on_the_right(again, new), last, new)
 
-    def only(action: int) -> Callable[[History], Tensor]:
-        return lambda history: torch.full((history.num_episodes,), action, device=model.device)
+    def only(action: Tensor) -> Callable[[History], Tensor]:
+        return lambda history: action.expand(history.num_episodes, *action.shape)
 
-    policies: list[Policy | Callable[[History], Decision]] = [RandomPolicy(A), persist, *map(only, range(A))]
+    policies: list[Policy | Callable[[History], Decision]] = [RandomPolicy(model.actions), persist]
+    policies += map(only, probes(model))
     for policy in policies:
         yield simulate(model, policy, number, contexts="balanced", seed=0)
 
@@ -184,15 +194,30 @@ def enough_particles(
 ) -> ParticleFilter:
     """A filter with brackets no wider than `widest` nats, beyond chance, in each of some trials.
 
-    See `are_enough`. Where `MOST_PARTICLES` are not enough, it has so many.
+    See `are_enough`. Where `MOST_PARTICLES` are not enough, it has so many. Where an episode ended and no
+    particle is there, each tries out several next states.
     """
     backend = ParticleFilter(num_particles=fewest)
     for trial in episodes:
         while not are_enough(backend, model, trial, widest):
-            if backend.num_particles >= MOST_PARTICLES:
+            if backend.tries == 1 and model.can_end and _loses_an_episode(backend, model, trial):
+                backend = replace(backend, tries=TRIES)
+            elif backend.num_particles >= MOST_PARTICLES:
                 return backend
-            backend = replace(backend, num_particles=2 * backend.num_particles)
+            else:
+                backend = replace(backend, num_particles=2 * backend.num_particles)
     return backend
+
+
+def _loses_an_episode(backend: ParticleFilter, model: CPOMDP, episodes: Episodes) -> bool:
+    """Whether all particles of an episode, in its own context, have died."""
+    assert episodes.contexts is not None
+    try:
+        found = backend.attempt(model, episodes, seed=0, moments=False)
+    except REFUSALS:
+        return False
+    own = found.log_likelihood.gather(1, episodes.contexts[:, None])
+    return bool((own == -torch.inf).any())
 
 
 def are_enough(backend: ParticleFilter, model: CPOMDP, episodes: Episodes, widest: float) -> bool:

@@ -61,12 +61,14 @@ class ScoreFilter(SMC):
     """The particle filter's recursion, with a gradient.
 
     Raises:
-        ValueError: If the filter has a guide.
+        ValueError: If the filter has a guide, or tries out next states.
     """
 
     def __init__(self, model: CPOMDP, settings: ParticleFilter) -> None:
         if settings.guide is not None:
             raise invalid("likelihood", "a particle filter with a guide", "one without, for a gradient")
+        if settings.tries > 1:
+            raise invalid("likelihood", f"a particle filter with {settings.tries} tries", "1, for a gradient")
         super().__init__(model, settings)
         self.proposal = self.held = Held(self, self.common)
 

@@ -22,7 +22,8 @@ MOST_STATEMENTS = 60_000
 """From so many on, a compiler takes minutes."""
 
 SIGNATURE = (
-    "int c, int a, const f64 *restrict K, const f64 *restrict P, const void *const *restrict tables, "
+    "int c, int a, const f64 *restrict act, const f64 *restrict K, const f64 *restrict P, "
+    "const void *const *restrict tables, "
     "const f64 *restrict val, const u8 *restrict flag, "
     "void *const *xs, void *const *es, void *const *ys, int N"
 )
@@ -42,7 +43,7 @@ class Source:
     Args:
         graph: Where the expressions are.
         num_contexts: Number of contexts C.
-        num_actions: Number of actions A.
+        num_actions: Number of actions A; 0 for continuous ones, whose numbers are inputs.
         num_noise: How many random inputs there is room for.
         state: C types in which the numbers of a state are kept.
 
@@ -65,20 +66,20 @@ class Source:
     statements: int = 0
 
     @property
+    def rows(self) -> int:
+        """How many actions have a row of their own in tables."""
+        return max(self.num_actions, 1)
+
+    @property
     def specialised(self) -> bool:
         """Whether every pair of context and action has a variant."""
-        return self.num_contexts * self.num_actions <= MOST_VARIANTS
+        return self.num_contexts * self.rows <= MOST_VARIANTS
 
     def variants(self) -> list[dict[Any, Expr]]:
         """What is known in every variant, by context and then action."""
         if not self.specialised:
             return [{}]
-        g = self.graph
-        return [
-            {("context", 0): g.const(c, "i64"), ("action", 0): g.const(a, "i64")}
-            for c in range(self.num_contexts)
-            for a in range(self.num_actions)
-        ]
+        return known_inputs(self.graph, self.num_contexts, self.num_actions)
 
     def add(self, name: str, traced: Traced | None, *, output: str | None = None, num_masks: int = 0) -> None:
         """Write a program as a table of variants, with the noise that it needs.
@@ -103,7 +104,7 @@ class Source:
 
     def _needed(self, used: Sequence[set[int]]) -> str:
         """For every action, the noise that it takes in any context."""
-        A, C = self.num_actions, self.num_contexts
+        A, C = self.rows, self.num_contexts
         flags = []
         for a in range(A):
             of_action = [used[c * A + a] for c in range(C)] if self.specialised else used
@@ -186,12 +187,24 @@ class Source:
         return "\n".join([*functions, *self.tables, programs])
 
 
+def known_inputs(graph: Graph, num_contexts: int, num_actions: int) -> list[dict[Any, Expr]]:
+    """What is known of a context and an action, by context and then action; of 0 actions, of contexts."""
+    contexts: list[dict[Any, Expr]] = [{("context", 0): graph.const(c, "i64")} for c in range(num_contexts)]
+    actions: list[dict[Any, Expr]] = [{("action", 0): graph.const(a, "i64")} for a in range(num_actions)]
+    return [context | action for context in contexts for action in actions or [{}]]
+
+
+def action_text(e: Expr) -> str:
+    """C text of an action: its number, or one of the numbers of a continuous one."""
+    return f"({c_type(e)})act[{e.value[1]}]" if e.is_float else "a"
+
+
 def _input(e: Expr) -> str:
     what, k = e.value
     number = "val" if e.is_float else "((const i64 *)val)"
     return {
         "context": "c",
-        "action": "a",
+        "action": action_text(e),
         "value": f"({c_type(e)}){number}[{k}]",
         "flag": f"flag[{k}]",
         "param": f"({e.kind})P[{k}]",

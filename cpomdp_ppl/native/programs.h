@@ -1,10 +1,11 @@
 /* The programs of a model, as a library of their own hands them over. */
 
-/* A program over N particles: of a context and an action, constants, learned constants and tables, what was observed
-   and which of it, states and random numbers, it makes outputs. It returns 0, 1 if a check failed for a particle, or 2
+/* A program over N particles: of a context and an action (its number, or 0 and the numbers of a continuous one),
+   constants, learned constants and tables, what was observed and which of it, states and random numbers, it makes
+   outputs. It returns 0, 1 if a check failed for a particle, or 2
    if something was observed that the program hides. */
 typedef int (*Function)(
-    int c, int a, const f64 *restrict K, const f64 *restrict P, const void *const *restrict tables,
+    int c, int a, const f64 *restrict act, const f64 *restrict K, const f64 *restrict P, const void *const *restrict tables,
     const f64 *restrict val, const u8 *restrict flag, void *const *xs, void *const *es, void *const *ys, int N);
 
 /* A program under one context and action: its function (NULL if nothing happens), where its constants begin, and
@@ -20,6 +21,7 @@ enum { NORMAL, UNIFORM, NORMAL_D, UNIFORM_D, BITS };                     /* rand
 
 typedef struct {
     int C, A, D, E;              /* contexts, actions, numbers in a state, random numbers in a program */
+    int reals;                   /* numbers of a continuous action, of which there is one variant (A = 1); else 0 */
     int values, flags;           /* how many an observation has */
     int num_parents, specialised; /* flags of sites that others depend on; whether there are variants */
     const u8 *type, *given;      /* [D] */

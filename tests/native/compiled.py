@@ -29,7 +29,7 @@ int call(const f64 *K, const f64 *P, const void *const *tables, const f64 *val, 
          void *const *xs, void *const *es, void *const *ys, int N)
 {
     const Variant *v = programs.move.variants;
-    return v->function(0, 0, K + v->constants, P, tables, val, flag, xs, es, ys, N);
+    return v->function(0, 0, NULL, K + v->constants, P, tables, val, flag, xs, es, ys, N);
 }
 """
 
