@@ -14,22 +14,19 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from cpomdp_ppl.arrays import as_indices
-from cpomdp_ppl.errors import ModelError, invalid, require, require_count, require_model
-from cpomdp_ppl.generative import Generative
-from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.prior import as_prior
-from cpomdp_ppl.rollout import blind
-from cpomdp_ppl.signature import signature
-from cpomdp_ppl.state import leaves, map_state
+from cpomdp_ppl.actions import as_actions, require_actions
+from cpomdp_ppl.arrays import as_array, as_indices
+from cpomdp_ppl.errors import invalid, require, require_count, require_model
+from cpomdp_ppl.ongoing import OngoingEpisodes
+from cpomdp_ppl.signature import ENDED, signature
+from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from cpomdp_ppl.inference import Backend, OnlineFilter
+    from cpomdp_ppl.inference import Backend
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Percept
     from cpomdp_ppl.signature import ObservationSite
@@ -49,13 +46,15 @@ class SpaceEncoding:
     """What an agent learns in a step, and nothing else, as an element of a Gymnasium space.
 
     By name, for every observation site its value (zero where it was not seen), and as `<site>_seen` whether
-    it was seen; `previous_action`, which is A before the first; and `time`, from 0 at the first step to 1
-    at the end. Values are `MultiBinary` where the program says that they are bits, `Discrete`
-    (`MultiDiscrete`) and counted from 0 where they are one of a few integers, and a `Box` otherwise. A single
-    number has an axis of length 1, unless it is `Discrete`: many a library cannot do with less.
+    it was seen; `previous_action`, which is A before the first, or zeros if actions are continuous; and
+    `time`, from 0 at the first step to 1 at the horizon. The site `ended` is left out. Values are
+    `MultiBinary` where the program says that they are bits, `Discrete` (`MultiDiscrete`) and counted from 0
+    where they are one of a few integers, and a `Box` otherwise. A single number has an axis of length 1,
+    unless it is `Discrete`: many a library cannot do with less.
 
-    If `flat`, all of this is one vector: the previous action, one-hot; the time; and for each site the flags
-    and the values, one-hot where they are `Discrete`, and zero throughout where nothing was seen.
+    If `flat`, all of this is one vector: the previous action, one-hot (or as numbers from -1 to 1, and
+    whether there was none); the time; and for each site the flags and the values, one-hot where they are
+    `Discrete`, and zero throughout where nothing was seen.
 
     Args:
         model: The model whose percepts are encoded.
@@ -74,30 +73,43 @@ class SpaceEncoding:
 
     def __init__(self, model: CPOMDP, *, flat: bool = False) -> None:
         require_model(model)
-        self.num_actions = model.num_actions
+        self.box = model.box
+        self.width = model.num_actions if self.box is None else self.box.dim
         self.horizon = model.horizon
         self.flat = flat
-        self.sites = dict(signature(model).observations)
+        self.sites = {name: site for name, site in signature(model).observations.items() if name != ENDED}
         self.space: spaces.Space[Any] = self._vector_space() if flat else self._dict_space()
 
-    def encode(self, percept: Percept, time: int) -> Observation:
-        """Encode what B agents learned in the step that led to `time`, with B as the first axis."""
-        flags = {name: numpy_copy(percept.observed[name]) for name in self.sites}
+    def encode(self, percept: Percept, time: int | Array) -> Observation:
+        """Encode what B agents learned in the step that led to `time`, one or `[B]`; B is the first axis."""
+        flags = {name: numpy_copy(seen) for name, seen in percept.observed.items()}
         values = {name: numpy_copy(percept.observations[name]) for name in self.sites}
         B = len(next(iter(flags.values())))
-        action = np.full(B, self.num_actions) if percept.action is None else numpy_copy(percept.action)
-        at = np.full((B, 1), time / self.horizon, np.float32)
+        times = np.broadcast_to(time, B)
+        action = self._previous(percept, times)
+        at = (times[:, None] / self.horizon).astype(np.float32)
         if self.flat:
-            return self._vector(action, at, flags, values)
+            return self._vector(action, times, at, flags, values)
         encoded = {"previous_action": action, "time": at}
         for name, site in self.sites.items():
             encoded[name] = _value(site, values[name], flags[name])
             encoded[f"{name}_seen"] = flags[name].reshape(B, *(site.plates or (1,))).astype(np.int8)
         return encoded
 
+    def _previous(self, percept: Percept, times: Array) -> Array:
+        """The previous actions, `[B]` or `[B, D]`, with something in their place before the first."""
+        none = np.zeros((len(times), self.width)) if self.box else np.full(len(times), self.width)
+        action = none if percept.action is None else numpy_copy(percept.action)
+        before = (times == 0).reshape(-1, *[1] * (action.ndim - 1))
+        return np.where(before, none, action).astype(np.float32 if self.box else np.int64)
+
     def _dict_space(self) -> spaces.Dict:
+        previous: spaces.Space[Any] = spaces.Discrete(self.width + 1)
+        if self.box is not None:
+            low, high = (np.asarray(bound, np.float32) for bound in (self.box.low, self.box.high))
+            previous = spaces.Box(np.minimum(low, 0), np.maximum(high, 0), dtype=np.float32)
         parts: dict[str, spaces.Space[Any]] = {
-            "previous_action": spaces.Discrete(self.num_actions + 1),
+            "previous_action": previous,
             "time": spaces.Box(0.0, 1.0, (1,), np.float32),
         }
         for name, site in self.sites.items():
@@ -109,7 +121,8 @@ class SpaceEncoding:
         return spaces.Dict(parts)
 
     def _vector_space(self) -> spaces.Box:
-        low, high = [np.zeros(self.num_actions + 2)], [np.ones(self.num_actions + 2)]
+        least = np.concatenate([np.full(self.width, -1.0 if self.box else 0.0), np.zeros(2)])
+        low, high = [least], [np.ones(self.width + 2)]
         for site in self.sites.values():
             width, bounded = _width(site), site.classes is not None
             low += [np.zeros(site.plates.numel()), np.full(width, 0.0 if bounded else -LARGEST)]
@@ -118,10 +131,15 @@ class SpaceEncoding:
         return spaces.Box(low_, high_, dtype=np.float32)
 
     def _vector(
-        self, action: Array, at: Array, flags: Mapping[str, Array], values: Mapping[str, Array]
+        self,
+        action: Array,
+        times: Array,
+        at: Array,
+        flags: Mapping[str, Array],
+        values: Mapping[str, Array],
     ) -> Array:
         B = len(at)
-        parts = [np.eye(self.num_actions + 1, dtype=np.float32)[action], at]
+        parts = [*self._numbers(action, times), at]
         for name, site in self.sites.items():
             value, seen = _value(site, values[name], flags[name]), flags[name]
             if _is_index(site):
@@ -130,6 +148,14 @@ class SpaceEncoding:
                 value = one_hot * seen.reshape(seen.shape + (1,) * (one_hot.ndim - seen.ndim))
             parts += [seen.reshape(B, -1), value.reshape(B, -1)]
         return np.concatenate(parts, 1, dtype=np.float32)
+
+    def _numbers(self, action: Array, times: Array) -> list[Array]:
+        """The previous actions as parts of a vector, `[B, …]`."""
+        if self.box is None:
+            return [np.eye(self.width + 1, dtype=np.float32)[action]]
+        low, high = np.array(self.box.low), np.array(self.box.high)
+        none = (times == 0)[:, None]
+        return [np.where(none, 0.0, ((2 * action - low - high) / (high - low)).clip(-1, 1)), none]
 
 
 def _is_index(site: ObservationSite) -> bool:
@@ -170,101 +196,17 @@ def numpy_copy(tensor: Tensor) -> Array:
     return tensor.detach().cpu().numpy().copy()
 
 
-class OngoingEpisodes:
-    """B episodes that have begun, and wait for actions."""
-
-    def __init__(
-        self,
-        model: CPOMDP,
-        num_episodes: int,
-        prior: Sequence[float] | Tensor | None,
-        likelihood: str | Backend | None,
-    ) -> None:
-        require_model(model)
-        self.model = model
-        self.B = num_episodes
-        with inference_scope(model, 0):
-            self._programs = Generative(model)
-        self._given = None if prior is None else as_prior(prior, model.num_contexts, self.B)
-        self._backend = None if likelihood is None else backend_for(model, likelihood)
-        self._filter: OnlineFilter | None = None
-        self.time: int | None = None  # before the first episode
-        # A trial, so that what is wrong with the model, or with the filter for it, shows here.
-        self.start(np.random.default_rng(0), None)
-        self.time = None
-
-    def start(self, generator: np.random.Generator, contexts: Tensor | None) -> None:
-        """Begin all episodes, in the given contexts `[B]` or in those that are drawn."""
-        model, B = self.model, self.B
-        seed, filter_seed = (int(n) for n in generator.integers(2**32, size=2))  # with a filter and without
-        with inference_scope(model, seed):
-            prior = as_prior(model.prior(), model.num_contexts, B) if self._given is None else self._given
-            if contexts is None:
-                contexts = torch.multinomial(prior.expand(B, -1), 1).squeeze(1)
-            contexts = contexts.to(model.device)
-            state = self._programs.initial(contexts)
-            percept = blind(self._programs.signature, B, model.device)
-            if model.initial_observation:
-                percept = self._programs.observe(state, contexts)
-        self._require_finite(0, initial=state, observation=percept.observations)
-        self.contexts, self.state, self.percept, self.time = contexts, state, percept, 0
-        if self._backend is not None:
-            self._filter = self._backend.online(model, B, prior=prior, seed=filter_seed)
-            if model.initial_observation:
-                self._filter.observe(None, percept.observations, percept.observed)
-
-    def step(self, generator: np.random.Generator, actions: Tensor) -> Array:
-        """Take actions `[B]`; returns the rewards, float64 `[B]`."""
-        if self.time is None or self.time >= self.model.horizon:
-            over = "" if self.time is None else f"the episode is over after {self.time} steps; "
-            raise ResetNeeded(f"{over}call reset() before step()")
-        with inference_scope(self.model, int(generator.integers(2**32))):
-            step = self._programs.step(self.state, actions.to(self.model.device), self.contexts)
-        self._require_finite(self.time, reward={"reward": step.reward})
-        self._require_finite(self.time + 1, transition=step.state, observation=step.percept.observations)
-        if self._filter is not None:
-            self._filter.observe(step.percept.action, step.percept.observations, step.percept.observed)
-        self.state, self.percept, self.time = step.state, step.percept, self.time + 1
-        return numpy_copy(step.reward.double())
-
-    @property
-    def over(self) -> bool:
-        """Whether the episodes, which are all of the same length, have ended."""
-        return self.time == self.model.horizon
-
-    def info(self) -> dict[str, Any]:
-        """The truth, and the posterior of a filter if there is one, all with B as the first axis."""
-        contexts = numpy_copy(self.contexts)
-        info = {
-            "context": contexts,
-            "context_name": np.array(self.model.context_names, object)[contexts],
-            "state": map_state(numpy_copy, self.state),
-        }
-        if self._filter is not None:
-            info["posterior"] = numpy_copy(self._filter.posterior)  # [B, C]
-        return info
-
-    def _require_finite(self, time: int, **produced: Any) -> None:
-        """Raise if a program produced a number that is not finite."""
-        faults = [
-            f"{program}: '{name}' is not finite at time {time}"
-            for program, tensors in produced.items()
-            for name, tensor in leaves(tensors)
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-        ]
-        if faults:
-            raise ModelError(type(self.model).__name__, faults)
-
-
 class CPOMDPEnv(gymnasium.Env[Any, Any]):
     """One episode of a CPOMDP at a time, as a Gymnasium environment.
 
     An observation holds all that an agent learns in a step, and nothing that it may not know; see
     `SpaceEncoding`. It does not hold earlier steps, so that a policy needs a memory, or observations that are
-    stacked. An episode terminates at the model's horizon, and is never truncated: the end is part of the
-    problem, and there is nothing to be earned beyond it. `info` is for analysis, not for agents: the true
-    `context` (an index), `context_name`, `state` (an array, or a dict of arrays), and with a `likelihood`
-    the `posterior` of the context given what was seen, `[C]`.
+    stacked. An episode terminates where the model ends it, or at the horizon, and is never truncated: the
+    horizon is part of the problem, and there is nothing to be earned beyond it. Rewards are as the model has
+    them: whoever learns from them sees to the `discount`. `info` is for analysis, not for agents: the true
+    `context` (an index), `context_name`, `state` (an array, or a dict of arrays), the `return` so far, as it
+    is worth at the start, the `discount` of the model, and with a `likelihood` the `posterior` of the context
+    given what was seen, `[C]`.
 
     The same seed and the same actions give the same episode, with a filter and without. The caller's random
     number generators, param store and validation flags stay as they were.
@@ -303,7 +245,7 @@ class CPOMDPEnv(gymnasium.Env[Any, Any]):
     ) -> None:
         self.model = model
         self.encoding = SpaceEncoding(model, flat=flat)
-        self.action_space = spaces.Discrete(model.num_actions)
+        self.action_space = _action_space(model)
         self.observation_space = self.encoding.space
         self._episodes = OngoingEpisodes(model, 1, prior, likelihood)
         self._np_random, self._np_random_seed = seeding.np_random(seed)
@@ -320,24 +262,26 @@ class CPOMDPEnv(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         contexts = _contexts(self.model, options, 1)
         self._episodes.start(self.np_random, contexts)
-        return self._observation(), _first(self._episodes.info())
+        return self._observation(), _first(_info(self._episodes))
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Take an action, by index or name.
+        """Take an action, by index or name, or as D numbers.
 
         Returns:
-            The observation, the reward `r_c(s_t, a_t)`, whether this was the last step, False, and `info`.
+            The observation, the reward of this step, whether it was the last one, False, and `info`.
 
         Raises:
             ValueError: If there is no such action.
             ResetNeeded: If there is no episode, or it is over.
         """
-        actions = _indices("action", action, self.model.action_names, ())
-        (reward,) = self._episodes.step(self.np_random, actions.reshape(1))
-        return self._observation(), float(reward), self._episodes.over, False, _first(self._episodes.info())
+        actions = _actions("action", action, self.model, ())
+        _require_ongoing(self._episodes)
+        (reward,) = numpy_copy(self._episodes.step(self.np_random, actions[None]))
+        over = bool(self._episodes.over)
+        return self._observation(), float(reward), over, False, _first(_info(self._episodes))
 
     def _observation(self) -> Observation:
-        encoded = self.encoding.encode(self._episodes.percept, self._episodes.time or 0)
+        encoded = _encoded(self.encoding, self._episodes)
         # A `Discrete` is a scalar here, unlike the arrays of `info`.
         return {name: part[0] for name, part in encoded.items()} if isinstance(encoded, dict) else encoded[0]
 
@@ -346,11 +290,10 @@ class CPOMDPVectorEnv(VectorEnv[Any, Any, Array]):
     """Many episodes of a CPOMDP at a time, each program called once for all of them.
 
     As `CPOMDPEnv`, for a batch: everything has `num_envs` for its first axis, also in `info`, which has
-    Gymnasium's masks (`_context` for `context`) as well. Episodes all end together. What happens then is
-    the autoreset mode, with Gymnasium's meaning: the next call of `step` begins new episodes, whatever the
-    actions; or the same call does, and has the last observations in `info["final_obs"]`, the last
-    `info` in `info["final_info"]`; or it is left to the caller. The contexts of new episodes are drawn from
-    the prior.
+    Gymnasium's masks (`_context` for `context`) as well. What happens when an episode is over is the
+    autoreset mode, with Gymnasium's meaning: the next call of `step` begins a new one in its place, whatever
+    the action; or the same call does, and has the last observation in `info["final_obs"]`, the last `info` in
+    `info["final_info"]`; or it is left to the caller. The contexts of new episodes are drawn from the prior.
 
     Args:
         model: The CPOMDP.
@@ -387,7 +330,7 @@ class CPOMDPVectorEnv(VectorEnv[Any, Any, Array]):
         self.model = model
         self.num_envs = require_count("num_envs", num_envs)
         self.encoding = SpaceEncoding(model, flat=flat)
-        self.single_action_space = spaces.Discrete(model.num_actions)
+        self.single_action_space = _action_space(model)
         self.single_observation_space = self.encoding.space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -403,45 +346,56 @@ class CPOMDPVectorEnv(VectorEnv[Any, Any, Array]):
 
         Args:
             seed: Seed of these episodes and those that follow; left out, random numbers go on.
-            options: `{"context": …}`, one for all or for each `[num_envs]`, by index or name.
+            options: `{"context": …}`, one for all or for each `[num_envs]`, by index or name; and
+                `{"reset_mask": …}`, bool `[num_envs]`, for only some of them to begin anew.
         """
         super().reset(seed=seed)
-        contexts = _contexts(self.model, options, self.num_envs)
-        self._episodes.start(self.np_random, contexts)
-        return self._observations(), _masked(self._episodes.info(), self.num_envs)
+        B, given = self.num_envs, dict(options or {})
+        begun = _mask(given.pop("reset_mask", None), B)
+        contexts = _contexts(self.model, given, B)
+        ready = self._episodes.begun or bool(begun.all())
+        require(ready, "options['reset_mask']", begun.tolist(), "a reset of all episodes first")
+        rows = begun.nonzero().squeeze(1).to(self.model.device)
+        self._episodes.start(self.np_random, None if contexts is None else contexts[rows], rows)
+        return self._observations(), _masked(_info(self._episodes), numpy_copy(begun))
 
     def step(self, actions: Any) -> tuple[Observation, Array, Array, Array, dict[str, Any]]:
-        """Take an action in each episode, by index or name, `[num_envs]`.
+        """Take an action in each episode, by index or name, `[num_envs]`, or as `[num_envs, D]`.
 
         Returns:
-            Observations, rewards, whether each has ended, whether each was truncated (none is), and `info`.
+            Observations, rewards, whether each is over, whether each was truncated (none is), and `info`.
 
         Raises:
             ValueError: If there is no such action.
             ResetNeeded: If there are no episodes, or they are over and not begun anew.
         """
-        B = self.num_envs
-        taken = _indices("actions", actions, self.model.action_names, (B,))
-        never = np.zeros(B, np.bool_)
-        if self._episodes.over and self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            observations, info = self.reset()
-            return observations, np.zeros(B), never, never.copy(), info
-        rewards = self._episodes.step(self.np_random, taken)
-        terminated = np.full(B, self._episodes.over)
-        observations, info = self._observations(), _masked(self._episodes.info(), B)
-        if self._episodes.over and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            last: dict[str, Any] = {"final_obs": self._one_by_one(observations), "final_info": info}
-            observations, info = self.reset()
-            info |= last | {f"_{key}": np.ones(B, np.bool_) for key in last}
-        return observations, rewards, terminated, never, info
+        B, episodes = self.num_envs, self._episodes
+        taken = _actions("actions", actions, self.model, (B,))
+        anew = episodes.over & (self.autoreset_mode is AutoresetMode.NEXT_STEP)
+        _require_ongoing(episodes, ~anew)
+        rewards = np.zeros(B)
+        if not bool(anew.all()):
+            going_on = (~anew).nonzero().squeeze(1)
+            rewards = numpy_copy(episodes.step(self.np_random, taken, going_on))
+        if bool(anew.any()):
+            episodes.start(self.np_random, rows=anew.nonzero().squeeze(1))
+        over, last = episodes.over, {}
+        done = numpy_copy(over)
+        if self.autoreset_mode is AutoresetMode.SAME_STEP and done.any():
+            final = self._one_by_one(self._observations(), done)
+            last = {"final_obs": final, "final_info": _masked(_info(episodes), done)}
+            last |= {f"_{key}": done.copy() for key in last}
+            episodes.start(self.np_random, rows=over.nonzero().squeeze(1))
+        info = _masked(_info(episodes), np.ones(B, np.bool_)) | last
+        return self._observations(), rewards, done, np.zeros(B, np.bool_), info
 
     def _observations(self) -> Observation:
-        return self.encoding.encode(self._episodes.percept, self._episodes.time or 0)
+        return _encoded(self.encoding, self._episodes)
 
-    def _one_by_one(self, observations: Observation) -> Array:
-        """One observation for each episode, `[B]`, the form that Gymnasium gives to final observations."""
-        each = np.empty(self.num_envs, object)
-        for b in range(self.num_envs):
+    def _one_by_one(self, observations: Observation, done: Array) -> Array:
+        """One observation for each episode that is over, `[B]`, in Gymnasium's form for final ones."""
+        each = np.full(self.num_envs, None, object)
+        for b in done.nonzero()[0]:
             if isinstance(observations, dict):
                 each[b] = {name: part[b] for name, part in observations.items()}
             else:
@@ -449,16 +403,80 @@ class CPOMDPVectorEnv(VectorEnv[Any, Any, Array]):
         return each
 
 
+def _action_space(model: CPOMDP) -> spaces.Space[Any]:
+    """Where one action lies."""
+    box = model.box
+    if box is None:
+        return spaces.Discrete(model.num_actions)
+    low, high = (numpy_copy(bound) for bound in box.bounds(torch.zeros(())))
+    return spaces.Box(low, high, dtype=low.dtype.type)
+
+
+def _encoded(encoding: SpaceEncoding, episodes: OngoingEpisodes) -> Observation:
+    """What B episodes have seen last, each at its own time."""
+    return encoding.encode(episodes.percept, numpy_copy(episodes.time))
+
+
+def _require_ongoing(episodes: OngoingEpisodes, which: Tensor | None = None) -> None:
+    """Raise unless episodes have begun and, of those that count, bool `[B]`, none is over."""
+    over = episodes.over if which is None else episodes.over & which
+    if not episodes.begun or bool(over.any()):
+        steps = f"the episode is over after {int(episodes.time[over][0])} steps; " if episodes.begun else ""
+        raise ResetNeeded(f"{steps}call reset() before step()")
+
+
+def _info(episodes: OngoingEpisodes) -> dict[str, Any]:
+    """The truth, and the posterior of a filter if there is one, all with B as the first axis."""
+    contexts, posterior = numpy_copy(episodes.contexts), episodes.posterior
+    info = {
+        "context": contexts,
+        "context_name": np.array(episodes.model.context_names, object)[contexts],
+        "state": map_state(numpy_copy, episodes.state),
+        "return": numpy_copy(episodes.returns),
+        "discount": np.full(len(contexts), float(episodes.model.discount)),
+    }
+    return info if posterior is None else info | {"posterior": numpy_copy(posterior)}
+
+
 def _first(info: dict[str, Any]) -> dict[str, Any]:
     """What is known about the only episode, out of a batch of one."""
     one: dict[str, Any] = map_state(lambda array: array[0, ...], info)
-    return one | {"context": int(one["context"]), "context_name": str(one["context_name"])}
+    kinds = {"context": int, "context_name": str, "return": float, "discount": float}
+    return one | {name: kind(one[name]) for name, kind in kinds.items()}
 
 
-def _masked(info: dict[str, Any], B: int) -> dict[str, Any]:
-    """Gymnasium's form for a batch: beside each entry, which episodes have it; here, all."""
-    masks = {f"_{key}": np.ones(B, np.bool_) for key in info}
-    return {k: _masked(v, B) if isinstance(v, Mapping) else v for k, v in info.items()} | masks  # type: ignore[arg-type]
+def _masked(info: Mapping[str, Any], which: Array) -> dict[str, Any]:
+    """Gymnasium's form for a batch: entries of some episodes, bool `[B]`, and masks that say which."""
+    masked: dict[str, Any] = {}
+    for name, entry in info.items():
+        if isinstance(entry, Mapping):
+            masked[name] = _masked(entry, which)
+        else:
+            masked[name] = entry.copy()
+            masked[name][~which] = None if entry.dtype == object else 0
+        masked[f"_{name}"] = which.copy()
+    return masked
+
+
+def _mask(mask: Any, B: int) -> Tensor:
+    """Which episodes a reset asks for, bool `[B]`: all, if it does not say."""
+    if mask is None:
+        return torch.ones(B, dtype=torch.bool)
+    flags = as_array("options['reset_mask']", mask)
+    proper = flags.shape == (B,) and flags.dtype == np.bool_ and bool(flags.any())
+    require(proper, "options['reset_mask']", mask, f"booleans of shape [{B}], at least one of them true")
+    return torch.from_numpy(flags)
+
+
+def _actions(argument: str, value: Any, model: CPOMDP, shape: tuple[int, ...]) -> Tensor:
+    """Actions `[*shape]`, out of indices or names, or `[*shape, D]`."""
+    if model.box is None:
+        return _indices(argument, value, model.action_names, shape)
+    actions = as_actions(argument, value, model)
+    expected = (*shape, model.box.dim)
+    require(actions.shape == expected, argument, value, f"numbers of shape {list(expected)}")
+    require_actions(argument, actions, model)
+    return actions
 
 
 def _contexts(model: CPOMDP, options: Mapping[str, Any] | None, B: int) -> Tensor | None:

@@ -185,7 +185,7 @@ LAYERS = (
     ("native", "native"),
     ("playing", "prior recorded_arrays episodes episodes_file policy rollout generative encoding"),
     ("inference", "inference"),
-    ("judging", "context evaluation bounds agent gym"),
+    ("judging", "context evaluation bounds agent ongoing gym"),
     ("learning and diagnostics", "learning diagnostics"),
     ("models", "models"),
     ("report", "report"),
