@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from cpomdp_ppl.arrays import how_many_fit, pieces
-from solvers.exact.tables import Finite, Indices, Reals, distinct_rows, row_keys
+from solvers.exact.tables import Finite, Flags, Indices, Reals, distinct_rows, row_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -85,9 +85,9 @@ class _Distinct:
 
 def _distinct(keys: Keys, beliefs: Reals, possible: Reals | None) -> tuple[Keys, Reals, Reals | None]:
     """The first belief of each key, and all that is possible with any."""
-    if possible is None:
+    if possible is None or not len(keys):
         keys, first = np.unique(keys, return_index=True)
-        return keys, beliefs[first], None
+        return keys, beliefs[first], possible
     order = np.argsort(keys, kind="stable")
     keys, first = np.unique(keys[order], return_index=True)
     return keys, beliefs[order[first]], np.maximum.reduceat(possible[order], first, axis=0)
@@ -106,9 +106,12 @@ def condition(predicted: Reals, likelihood: Reals) -> tuple[Reals, Reals]:
 
 @dataclass(frozen=True, eq=False)
 class Reachable:
-    """All beliefs that can be reached from a prior, whatever is done; -1 stands for what cannot happen."""
+    """All beliefs in which there is something to do that can be reached from a prior, whatever is done.
 
-    layers: tuple[Layer, ...]  # the beliefs by time, T layers
+    No belief, which is -1, follows on what cannot happen, nor on the end of the episode.
+    """
+
+    layers: tuple[Layer, ...]  # the beliefs by time, T layers; the last are empty if all have ended before
     first: Indices  # the belief after each outcome at time 0, [K]
     first_probabilities: Reals  # how likely these outcomes are, [K]
     successors: tuple[Indices, ...]  # the belief after each belief and outcome, (T - 1) × [n, K]
@@ -144,13 +147,15 @@ def _first_layer(tables: Finite, prior: Reals, most: int) -> tuple[Layer, Indice
 def _next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer, Indices, Reals]:
     """The beliefs at time t, which of them follows on what, `[n, K]`, and how likely that is, `[n, K]`."""
     after, likelihood = tables.outcomes.action, tables.outcomes.likelihood
+    if not len(layer):
+        return layer, np.zeros((0, len(after)), dtype=np.int64), np.zeros((0, len(after)))
     distinct, collected, evidence = _Distinct(t, most), [], []
     for part in layer.parts(tables):
         beliefs, P = condition(tables.predict(part.beliefs)[:, after], likelihood)
         possible = None
         if part.possible is not None:
             possible = (tables.predict(part.possible)[:, after] * likelihood > 0).astype(np.float64)
-        collected.append(_collect(distinct, beliefs, P, possible))
+        collected.append(_collect(distinct, beliefs, P, possible, tables.outcomes.ended))
         evidence.append(P)
     following, known = distinct.layer()
     numbers = [_numbers(known, keys, met) for keys, met in collected]
@@ -158,15 +163,15 @@ def _next_layer(tables: Finite, layer: Layer, t: int, most: int) -> tuple[Layer,
 
 
 def _collect(
-    distinct: _Distinct, beliefs: Reals, P: Reals, possible: Reals | None
-) -> tuple[Keys, NDArray[np.bool_]]:
-    """Keys of those beliefs `[n, K, C, N]` that can be reached at all, and which these are, `[n, K]`."""
-    met = P > 0 if possible is None else possible.sum((-2, -1)) > 0
+    distinct: _Distinct, beliefs: Reals, P: Reals, possible: Reals | None, ended: Flags | bool = False
+) -> tuple[Keys, Flags]:
+    """Keys of the beliefs `[n, K, C, N]` that can be reached and acted in, and which these are, `[n, K]`."""
+    met = (P > 0 if possible is None else possible.sum((-2, -1)) > 0) & ~np.asarray(ended)
     return distinct.add(beliefs[met], None if possible is None else possible[met]), met
 
 
-def _numbers(known: Keys, keys: Keys, met: NDArray[np.bool_]) -> Indices:
-    """Which belief it is, `[n, K]`; -1 for what cannot happen."""
+def _numbers(known: Keys, keys: Keys, met: Flags) -> Indices:
+    """Which belief it is, `[n, K]`; -1 for none."""
     numbers = np.full(met.shape, -1, dtype=np.int64)
     numbers[met] = np.searchsorted(known, keys)
     return numbers
@@ -199,6 +204,17 @@ class Endings:
         np.add.at(merged, number, probabilities)
         return Endings(torch.from_numpy(posteriors[first]), torch.from_numpy(merged))
 
+    @staticmethod
+    def of_all(several: Sequence[Endings]) -> Endings:
+        """All of several ways to end."""
+        if len(several) == 1:
+            return several[0]
+        posteriors, probabilities = (
+            np.concatenate([getattr(each, name).numpy() for each in several])
+            for name in ("posteriors", "probabilities")
+        )
+        return Endings.of(posteriors, probabilities)
+
 
 def last_contexts(tables: Finite, p: Reals) -> Reals:
     """Measures `[n, C, N]` over context and state as such over context and the last outcome, `[n, K, C]`."""
@@ -211,16 +227,17 @@ def last_contexts(tables: Finite, p: Reals) -> Reals:
     return np.concatenate(last, 1)
 
 
-def last_step(tables: Finite, weights: Reals, beliefs: Reals, chances: Reals) -> Endings:
-    """The endings of those who hold beliefs `[n, C, N]` before the last step.
+def endings_of_step(tables: Finite, weights: Reals, beliefs: Reals, chances: Reals, *, last: bool) -> Endings:
+    """How those end, in a step, who hold beliefs `[n, C, N]` before it; in the last step all of them.
 
     In each context they are there, and in which state, with probabilities `weights [n, C, N]`, and take each
     action with the `chances [n, A]`.
     """
     C, after = len(tables.prior), tables.outcomes.action
-    posteriors, probabilities = [], []
+    over = tables.outcomes.ended | last
+    posteriors, probabilities = [np.zeros((0, C))], [np.zeros((0, C))]
     for part in parts(tables, len(weights)):
-        seen = chances[part][:, after, None] * last_contexts(tables, weights[part])  # [n, K, C]
+        seen = (chances[part][:, after] * over)[..., None] * last_contexts(tables, weights[part])  # [n, K, C]
         joint = last_contexts(tables, beliefs[part])
         evidence = joint.sum(-1, keepdims=True)
         unmoved = beliefs[part].sum(-1)[:, None]  # as `condition` has it

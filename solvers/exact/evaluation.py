@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cpomdp_ppl.errors import invalid, require_count, require_model
 from cpomdp_ppl.policy import History, as_policy
 from cpomdp_ppl.rng import generators, isolated
-from solvers.exact.beliefs import Endings, condition, information, last_step, parts
+from solvers.exact.beliefs import Endings, condition, endings_of_step, information, parts
 from solvers.exact.tables import finite
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Assessment:
 
     Attributes:
         prior: Prior over contexts, `[C]`: what the agent believes, and where contexts come from.
-        returns: Expected return in each context, `V_c(π)`, `[C]`.
+        returns: Expected return in each context, `V_c(π) = E[Σ_t γ^t r_t | c]`, `[C]`.
         information: `I(C; Y)` in nats under the prior.
         endings: The posteriors that episodes end with.
         num_histories: How many histories the policy decided in, by time, T numbers.
@@ -85,7 +85,8 @@ class Histories:
         grown: list[tuple[Indices, Reals, Reals]] = []
         for part in parts(tables, len(self)):
             moved = tables.predict(self.weights[part])[:, after]
-            weights = chances[part][:, after, None, None] * moved * likelihood
+            going_on = chances[part][:, after] * ~tables.outcomes.ended
+            weights = going_on[..., None, None] * moved * likelihood
             b, k = np.nonzero(weights.any((-2, -1)))
             beliefs, _ = condition(tables.predict(self.beliefs[part])[:, after], likelihood)
             grown.append((np.column_stack([self.numbers[part][b], k]), weights[b, k], beliefs[b, k]))
@@ -144,15 +145,21 @@ def evaluate(
     p = tables.prior_or(prior, model)
     T = model.horizon
     met = Histories.at_first(tables, p)
-    returns, counts = np.zeros(len(p)), []
+    returns, counts, ends = np.zeros(len(p)), [], []
     for t in tqdm(range(T), desc="histories", disable=not progress):
         counts.append(len(met))
+        if not len(met):  # all have ended
+            continue
         chances = _decide(model, policy, tables, p, met.numbers)  # π(a | h), [B, A]
-        returns += np.einsum("ba,bcs,cas->c", chances, met.weights, tables.rewards, optimize=True)
-        if t < T - 1:
+        earned = np.einsum("ba,bcs,cas->c", chances, met.weights, tables.rewards, optimize=True)
+        returns += tables.discount**t * earned
+        last = t == T - 1
+        if last or tables.outcomes.ended.any():
+            ends.append(endings_of_step(tables, met.weights, met.beliefs, chances, last=last))
+        if not last:
             met = met.extended(tables, chances, most)
 
-    endings = last_step(tables, met.weights, met.beliefs, chances)
+    endings = Endings.of_all(ends)
     return Assessment(
         prior=torch.from_numpy(p),
         returns=torch.from_numpy(returns),

@@ -13,9 +13,9 @@ from cpomdp_ppl.errors import ObservationError, require_count, require_model, re
 from solvers.exact.beliefs import (
     MAX_BELIEFS,
     Endings,
+    endings_of_step,
     information,
     last_contexts,
-    last_step,
     parts,
     positive,
     reachable,
@@ -31,31 +31,32 @@ if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History
     from solvers.exact.beliefs import Layer, Reachable
-    from solvers.exact.tables import Indices, Reals
+    from solvers.exact.tables import Flags, Indices, Reals
 
 TIE = 1e-10
-"""Actions whose values differ by less (relative to the largest, if that is above 1) are tied."""
+"""Actions whose values differ by less (relative to the largest, if that is above γ^t) are tied."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The best policy from a prior, and what it is worth; see `plan`.
 
-    It is a `Policy`, which remembers the number of its belief in the layer, int64 `[B]`. It believes in its
+    It is a `Policy`, which remembers the number of its belief in the layer, int64 `[B]`, -1 after the end. It
+    believes in its
     own prior, whatever prior it is started with. What it holds impossible may yet be seen, if contexts come
     from elsewhere: it then learns nothing from it, but that it has moved.
 
     Attributes:
-        value: The objective at its maximum, `E[return] + τ I(C; Y)`.
+        value: The objective at its maximum, `E[Σ_t γ^t r_t] + τ I(C; Y)`.
         temperature: τ, in units of reward for a nat.
         prior: Prior over contexts, `[C]`.
         returns: Expected return in each context, `V_c(π)`, `[C]`, also in those that the prior excludes.
-        information: `I(C; Y)` in nats under the prior; Y has the last observation in it.
+        information: `I(C; Y)` in nats under the prior; Y has the last observation in it, and when it ended.
         num_beliefs: How many beliefs there are at each time at which an action is chosen, T numbers.
         beliefs: `P(c, s | h)`, T × `[n, C, N]`.
         actions: The best actions, the first of them if there are several, T × int64 `[n]`.
-        q_values: The objective from here on, by action, T × `[n, A]`; information is counted as if it were
-            paid at the end, `τ (H(prior) - H(C | y))`.
+        q_values: The objective from here on, by action, as it is worth at the start (rewards count with γ^t),
+            T × `[n, A]`; information is counted as if it were paid at the end, `τ (H(prior) - H(C | y))`.
     """
 
     value: float
@@ -86,18 +87,20 @@ class Plan:
         return torch.zeros(len(prior), dtype=torch.long)
 
     def act(self, history: History, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in what was just done and seen, and do what is best."""
-        t, percept = history.time, history.latest
-        k = self._tables.numbers(percept, t)
-        n = self._first[k] if t == 0 else self._successors[t - 1][memory.numpy(), k]
+        """Take in what was just done and seen, and do what is best; where an episode is over, anything."""
+        t, percept, before = history.time, history.latest, memory.numpy()
+        over = (before < 0) | percept.ended.cpu().numpy()
+        k = self._tables.numbers(percept, t, over)[~over]
+        n = self._first[k] if t == 0 else self._successors[t - 1][before[~over], k]
         if (n < 0).any():
-            b = int(np.flatnonzero(n < 0)[0])
+            b = int(np.flatnonzero(~over)[np.flatnonzero(n < 0)[0]])
             raise ObservationError(
                 f"what episode {b} saw at time {t} cannot be seen after its history in any context"
             )
-        now = torch.from_numpy(n)
-        device = next(iter(percept.observed.values())).device
-        return self.actions[t][now].to(device), now
+        now, action = torch.full_like(memory, -1), torch.zeros_like(memory)
+        now[~over] = torch.from_numpy(n)
+        action[~over] = self.actions[t][torch.from_numpy(n)]
+        return action.to(next(iter(percept.observed.values())).device), now
 
 
 def plan(
@@ -108,10 +111,11 @@ def plan(
     max_beliefs: int = MAX_BELIEFS,
     progress: bool = False,
 ) -> Plan:
-    """The policy that maximises `E[return] + τ I(C; Y)`, by dynamic programming over all beliefs.
+    """The policy that maximises `E[Σ_t γ^t r_t] + τ I(C; Y)`, by dynamic programming over all beliefs.
 
     The information is a payoff at the end, `H(prior) - H(C | y)`, which the last belief determines; so the
-    best action is a function of time and belief, and merging equal beliefs loses nothing.
+    best action is a function of time and belief, and merging equal beliefs loses nothing. It is not
+    discounted: what is found out late is known as well.
 
     Args:
         model: A CPOMDP with `states = N` whose observations have finitely many values.
@@ -168,13 +172,16 @@ def _backward(
     q_values, actions, V = [], [], np.zeros(0)
     T = len(graph.layers)
     for t in reversed(range(T)):
-        Q = _expected_rewards(tables, graph.layers[t].beliefs)  # [n, A]
-        if t == T - 1:
-            Q += temperature * _final_information(tables, graph.layers[t], prior) if temperature else 0.0
-        else:
-            expected = graph.probabilities[t] * V[graph.successors[t]]  # [n, K]
+        worth = tables.discount**t
+        Q = worth * _expected_rewards(tables, graph.layers[t].beliefs)  # [n, A]
+        over = tables.outcomes.ended | (t == T - 1)  # [K]
+        if temperature and over.any():
+            Q += temperature * _final_information(tables, graph.layers[t], prior, over)
+        if t < T - 1:
+            later = np.append(V, 0.0)  # nothing follows on the end, which is number -1
+            expected = graph.probabilities[t] * later[graph.successors[t]]  # [n, K]
             Q += np.add.reduceat(expected, tables.outcomes.starts, axis=1)
-        best = _best(Q)
+        best = _best(Q, worth)
         V = np.take_along_axis(Q, best[:, None], 1)[:, 0]
         q_values.append(Q)
         actions.append(best)
@@ -184,26 +191,28 @@ def _backward(
 
 def _expected_rewards(tables: Finite, b: Reals) -> Reals:
     """`Σ_{c,s} P(c, s | h) r_c(s, a)`, `[n, A]`."""
-    _, A, _ = tables.rewards.shape
-    expected: Reals = b.reshape(len(b), -1) @ tables.rewards.transpose(0, 2, 1).reshape(-1, A)
+    C, A, N = tables.rewards.shape
+    expected: Reals = b.reshape(len(b), C * N) @ tables.rewards.transpose(0, 2, 1).reshape(-1, A)
     return expected
 
 
-def _final_information(tables: Finite, layer: Layer, prior: Reals) -> Reals:
-    """`H(prior) - E[H(C | y)]` at the last belief before the end, by action, `[n, A]`."""
-    gains = []
+def _final_information(tables: Finite, layer: Layer, prior: Reals, over: Flags) -> Reals:
+    """`E[H(prior) - H(C | y)]` by action, `[n, A]`, over those outcomes that are the last, `over [K]`."""
+    gains = [np.zeros((0, tables.rewards.shape[1]))]
     for part in layer.parts(tables):
         joint = last_contexts(tables, part.beliefs)  # P(c, o | h, a), [n, K, C]
-        negative_entropy = xlogy(joint, joint / positive(joint.sum(-1, keepdims=True))).sum(-1)
-        gains.append(np.add.reduceat(negative_entropy, tables.outcomes.starts, axis=1))
-    information: Reals = np.concatenate(gains) - xlogy(prior, prior).sum()
-    return information
+        evidence = joint.sum(-1, keepdims=True)
+        negative_entropy = xlogy(joint, joint / positive(evidence)).sum(-1)
+        gain = np.add.reduceat(negative_entropy * over, tables.outcomes.starts, axis=1)
+        ends = 1.0 if over.all() else np.add.reduceat(evidence[..., 0] * over, tables.outcomes.starts, axis=1)
+        gains.append(gain - ends * xlogy(prior, prior).sum())
+    return np.concatenate(gains)
 
 
-def _best(Q: Reals) -> Indices:
-    """The first of the best actions, `[n]`."""
+def _best(Q: Reals, worth: float) -> Indices:
+    """The first of the best actions, `[n]`, at a time when a unit of reward is `worth` so much."""
     highest = Q.max(1, keepdims=True)
-    tied = highest - Q <= TIE * np.maximum(1.0, np.abs(highest))
+    tied = highest - Q <= TIE * np.maximum(worth, np.abs(highest))
     best: Indices = tied.argmax(1)
     return best
 
@@ -212,16 +221,20 @@ def _forward(tables: Finite, graph: Reachable, actions: Sequence[Indices]) -> tu
     """Returns `[C]` and endings, by `P(n, s | c)` of the beliefs n that the agent holds, right or wrong."""
     (C, N), A = tables.initial.shape, tables.rewards.shape[1]
     layers, first = graph.layers, graph.first
-    returns = np.zeros(C)
+    returns, endings, T = np.zeros(C), [], len(layers)
     p = np.zeros((len(layers[0]), C, N))
     np.add.at(p, first[first >= 0], (tables.initial * tables.before.likelihood)[first >= 0])
     for t, chosen in enumerate(actions):
         for a in range(A):
-            returns += (p[chosen == a].sum(0) * tables.rewards[:, a]).sum(-1)
-        if t < len(actions) - 1:
+            returns += tables.discount**t * (p[chosen == a].sum(0) * tables.rewards[:, a]).sum(-1)
+        last = t == T - 1
+        if last or tables.outcomes.ended.any():
+            held = p.any((1, 2))  # nobody holds the other beliefs
+            taken = np.eye(A)[chosen[held]]
+            endings.append(endings_of_step(tables, p[held], layers[t].beliefs[held], taken, last=last))
+        if not last:
             p = _arrive(tables, p, chosen, graph.successors[t], len(layers[t + 1]))
-    held = p.any((1, 2))  # nobody holds the other beliefs
-    return returns, last_step(tables, p[held], layers[-1].beliefs[held], np.eye(A)[actions[-1][held]])
+    return returns, Endings.of_all(endings)
 
 
 def _arrive(tables: Finite, p: Reals, chosen: Indices, successors: Indices, number: int) -> Reals:

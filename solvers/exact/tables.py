@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.errors import ModelError, ObservationError, require_model
 from cpomdp_ppl.handlers import Recorded, mask_of
 from cpomdp_ppl.inference.backend import inference_scope
@@ -21,7 +22,7 @@ from cpomdp_ppl.inference.precision import double_precision
 from cpomdp_ppl.inference.site_parameters import torch_errors_as_model_errors
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.prior import one_prior
-from cpomdp_ppl.signature import signature
+from cpomdp_ppl.signature import ENDED, signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Reals: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
 
 MAX_CELLS = 2**24
 """How many values of all sites, in every context, after every action and in every state, are enumerated."""
@@ -49,6 +51,7 @@ class Outcomes:
     action: Indices  # the action that each of the K outcomes may follow, [K]; zero before the first
     symbols: Reals  # by site all its values, zero where it is masked, then all its flags, [K, D]
     likelihood: Reals  # P(o | s', a, c), of the state after the move, [K, C, N]
+    ended: Flags  # whether the episode is over with it, [K]
 
     @property
     def starts(self) -> Indices:
@@ -71,7 +74,8 @@ class Finite:
     prior: Reals  # the model's, over contexts, [C]
     initial: Reals  # P(s_0 | c), [C, N]
     transition: Reals  # P(s' | s, a, c), [C, A, N, N]
-    rewards: Reals  # r_c(s, a), [C, A, N]
+    rewards: Reals  # r_c(s, a), expected over the next state if arrival pays, [C, A, N]
+    discount: float
     before: Outcomes  # before the first action; a single empty one without an initial observation
     outcomes: Outcomes  # after an action
 
@@ -90,8 +94,8 @@ class Finite:
         given: Reals = one_prior(prior, model).detach().cpu().numpy()
         return given
 
-    def numbers(self, percept: Percept, time: int) -> Indices:
-        """Which outcome each of B episodes met, `[B]`.
+    def numbers(self, percept: Percept, time: int, over: Flags | None = None) -> Indices:
+        """Which outcome each of B episodes met, `[B]`; -1 for those that were `over` before.
 
         Raises:
             ObservationError: If one met something that the model never shows.
@@ -100,8 +104,9 @@ class Finite:
         B = len(found)
         known = self.before if action is None else self.outcomes
         taken = np.zeros(B, dtype=np.int64) if action is None else action.cpu().numpy()
-        numbers = np.zeros(B, dtype=np.int64)
-        for a in np.unique(taken).tolist():
+        numbers = np.full(B, -1, dtype=np.int64)
+        taken = taken if over is None else np.where(over, -1, taken)
+        for a in np.unique(taken[taken >= 0]).tolist():
             rows, candidates = np.flatnonzero(taken == a), np.flatnonzero(known.action == a)
             symbols = torch.as_tensor(known.symbols[candidates])
             distance, nearest = torch.cdist(found[rows], symbols, p=torch.inf).min(1)
@@ -143,6 +148,7 @@ def finite(model: CPOMDP) -> Finite:
         UnsupportedModelError: If it is not finite, naming the program and the site.
     """
     require_model(model)
+    require_finite_actions(model, "solvers.exact")
     sites = signature(model).observations
     with inference_scope(model, seed=0), double_precision():
         recursion = FiniteRecursion(model)
@@ -153,13 +159,14 @@ def finite(model: CPOMDP) -> Finite:
     if before is None:
         C, N = recursion.initial.shape
         nothing = np.zeros((1, outcomes.symbols.shape[1]))
-        before = Outcomes(np.zeros(1, dtype=np.int64), nothing, np.ones((1, C, N)))
+        before = Outcomes(np.zeros(1, dtype=np.int64), nothing, np.ones((1, C, N)), np.zeros(1, dtype=bool))
     return Finite(
         sites,
         prior / prior.sum(),
         recursion.initial.cpu().numpy(),
         recursion.transition.cpu().numpy(),
         recursion.rewards.cpu().numpy(),
+        float(model.discount),
         before,
         outcomes,
     )
@@ -215,7 +222,18 @@ def _outcomes(
         of_action.append(np.full(len(first), i))
         seen.append(met[first])
         likelihood.append(table)
-    return Outcomes(np.concatenate(of_action), np.concatenate(seen), np.concatenate(likelihood))
+    shown = np.concatenate(seen)
+    return Outcomes(np.concatenate(of_action), shown, np.concatenate(likelihood), _ended(sites, shown))
+
+
+def _ended(sites: Mapping[str, ObservationSite], symbols: Reals) -> Flags:
+    """Whether an episode is over, where something is seen, by its symbols `[K, D]`."""
+    first = 0
+    for site, spec in sites.items():
+        if site == ENDED:
+            return symbols[:, first] > 0.5
+        first += math.prod(spec.shape) + math.prod(spec.plates)
+    return np.zeros(len(symbols), dtype=bool)
 
 
 def _columns(spec: ObservationSite, values: Tensor, mask: Tensor, batch: tuple[int, ...]) -> Tensor:

@@ -71,6 +71,9 @@ class Bound:
     The last is that of the paper's lemma; its theorem has √(KT) there, which no proof supports. `log|C|`
     stands for the prior's entropy, which it is never less than.
 
+    T R_max is there as the most that an episode can bring, or cost. So with a discount γ, T is
+    `1 + γ + … + γ^{T-1}`; and where episodes may end before the horizon, the bound holds all the more.
+
     Args:
         temperature: τ.
         num_contexts: |C|.
@@ -79,6 +82,7 @@ class Bound:
         eta: η, such that every episode reveals at least this fraction of what is yet unknown about the
             context, 0 to 1; see `estimate_eta`. With 0 there is no bound.
         xi: ξ; see `smallest_xi`.
+        discount: γ, what a reward is worth a step later.
 
     Examples:
         >>> bound = Bound(temperature=1.0, num_contexts=2, horizon=10, reward_bound=1.0, eta=0.5)
@@ -92,6 +96,7 @@ class Bound:
     reward_bound: float
     eta: float
     xi: float = XI
+    discount: float = 1.0
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, "a number, not negative")
@@ -101,12 +106,15 @@ class Bound:
         require_number("eta", self.eta, "a number from 0 to 1")
         require(self.eta <= 1, "eta", self.eta, "a number from 0 to 1")
         require_number("xi", self.xi, "a positive number", above=0)
+        require_number("discount", self.discount, "a number above 0 and at most 1", above=0)
+        require(self.discount <= 1, "discount", self.discount, "a number above 0 and at most 1")
 
     def terms(self, K: ArrayLike) -> NDArray[np.float64]:
         """The three terms after K episodes, `[3, …]` for K of shape `[…]`."""
         k = as_tensor("K", K).double().cpu().numpy()
         require(bool((k >= 0).all()), "K", K, "numbers of episodes, not negative")
-        most, log_c = self.horizon * self.reward_bound, math.log(self.num_contexts)
+        steps = sum(self.discount**t for t in range(self.horizon))
+        most, log_c = steps * self.reward_bound, math.log(self.num_contexts)
         with np.errstate(divide="ignore", invalid="ignore"):
             unknown = np.nan_to_num(np.sqrt(k * log_c / self.eta), nan=0.0, posinf=np.inf)
         delta = np.full_like(k, self.temperature * log_c)
@@ -177,9 +185,9 @@ def reward_bound(
 ) -> float:
     """R_max, the largest absolute reward.
 
-    Of a finite model it is read off the reward of every context, state and action. Of any other it is
-    **an estimate from below**: the largest seen in episodes of random actions, and of the policies given, in
-    all contexts equally often. If you know the true one, give that to `Bound`.
+    Of a finite model it is read off the reward of every context, state and action, and next state if that
+    pays. Of any other it is **an estimate from below**: the largest seen in episodes of random actions, and
+    of the policies given, in all contexts equally often. If you know the true one, give that to `Bound`.
 
     Args:
         model: The CPOMDP.
@@ -195,11 +203,12 @@ def reward_bound(
     require_model(model)
     require_count("num_episodes", num_episodes)
     require_seed(seed)
-    if model.states is not None:
+    if model.states is not None and model.box is None:
         with inference_scope(model, 0):
             recursion: FiniteRecursion = ObservableOperator().recursion(model)
-        return float(recursion.rewards.abs().max())
-    players: list[Any] = [RandomPolicy(model.num_actions), *policies]
+            rewards = recursion.rewards_on_arrival() if model.pays_on_arrival else recursion.rewards
+        return float(rewards.abs().max())
+    players: list[Any] = [RandomPolicy(model.actions), *policies]
     seen = [
         simulate(model, player, num_episodes, contexts="balanced", seed=seed_for(seed, k)).rewards
         for k, player in enumerate(players)

@@ -61,6 +61,7 @@ class ExactRegret:
             leave them out. They can add at most `2 T R_max` times this to the regret of the episode.
         horizon: T.
         reward_bound: R_max.
+        discount: γ.
     """
 
     temperature: float
@@ -79,6 +80,7 @@ class ExactRegret:
     dropped: NDArray[np.float64]
     horizon: int
     reward_bound: float
+    discount: float
 
     @property
     def largest_ratio(self) -> float:
@@ -102,7 +104,7 @@ class ExactRegret:
         Args:
             settings: Any fields of `Bound` to have otherwise than they are here.
         """
-        names = {"temperature", "horizon", "reward_bound", "eta"} - settings.keys()
+        names = {"temperature", "horizon", "reward_bound", "eta", "discount"} - settings.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Bound(**{"num_contexts": len(self.prior), **fields, **settings})
 
@@ -216,6 +218,7 @@ def exact_regret(
         final_entropy=float(weights.sum(1) @ _entropies(posteriors)),
         horizon=model.horizon,
         reward_bound=reward_bound(model),
+        discount=model.discount,
         **array,
     )
 

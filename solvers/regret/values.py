@@ -307,7 +307,7 @@ def context_known_values(
     require(source is None or source in sources, "source", source, f"None or one of {list(sources)}")
     E = require_episodes(num_episodes)
     eye = torch.eye(model.num_contexts, dtype=torch.float64)
-    if source == "exact" or (source is None and model.states is not None):
+    if source == "exact" or (source is None and model.states is not None and model.box is None):
         try:
             best = [exactly.plan(model, prior=point, max_beliefs=max_beliefs).value for point in eye]
             return Optima.known(best, "exact")

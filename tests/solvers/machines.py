@@ -69,6 +69,33 @@ class Awake(Machine):
     initial_observation = True
 
 
+class Mortal(Machine):
+    """Episodes may end, in some states for sure and in some never; rewards are for arrival, and discounted.
+
+    If they end or not for `certain`, the model says so by truth values, else by probabilities.
+    """
+
+    discount = 0.8
+
+    def __init__(self, seed: int, *, certain: bool = False, awake: bool = False, **sizes: int) -> None:
+        super().__init__(seed, **sizes)
+        self.initial_observation = awake
+        rng = np.random.default_rng([seed, 1])
+        C, A, N = self.tables["reward"].shape
+        chances = np.clip(rng.uniform(-0.3, 1.1, size=(C, A, N)), 0, 1)
+        self.tables["end"] = (chances > 0.6).astype(float) if certain else chances
+        self.tables["reward"] = rng.normal(size=(C, A, N, N))
+        end = torch.as_tensor(self.tables["end"])
+        self.tensors["end"] = end > 0.5 if certain else end
+        self.tensors["reward"] = torch.as_tensor(self.tables["reward"])
+
+    def ends(self, state, action, context):
+        return self.tensors["end"][context, action, state]
+
+    def reward(self, state, action, context, next_state):
+        return self.tensors["reward"][context, action, state, next_state]
+
+
 def sparse(rng: np.random.Generator, *shape: int) -> Reals:
     """Random distributions, of which about one entry in four is zero."""
     weights = rng.exponential(size=shape) * (rng.random(shape) > 0.25)
