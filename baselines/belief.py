@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cpomdp_ppl.actions import some_action
 from cpomdp_ppl.inference import Cloud, Observed, ParticleFilter, Recursion, inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
@@ -16,7 +17,7 @@ from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import seed_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History, Percept
@@ -64,10 +65,14 @@ class Memory:
             return self
         return self.after(model, history.latest, t, seed_for(seed, 1, t))
 
-    def expected_reward(self, programs: Recursion, action: int) -> Tensor:
-        """What an action earns, `[B]`, on average over contexts and particles."""
-        actions = torch.full_like(self.log_posterior[:, 0], action, dtype=torch.long)
+    def expected_reward(self, programs: Recursion, actions: Tensor) -> Tensor:
+        """What actions `[B, …]` earn, `[B]`, on average over contexts and particles."""
         return (self.log_posterior.exp() * programs.expected_reward(self.belief, actions).T).sum(1)
+
+    def rows(self, index: Tensor) -> Memory:
+        """The memories of some of the episodes."""
+        belief = map_belief(lambda leaf: leaf.index_select(1, index), self.belief)
+        return Memory(belief, self.prior[index], self.log_likelihood[index])
 
     def parts(self, size: int) -> Iterator[Memory]:
         """The memories of so many episodes at a time."""
@@ -75,6 +80,18 @@ class Memory:
             rows = slice(i, i + size)
             belief = map_belief(lambda leaf, rows=rows: leaf[:, rows], self.belief)
             yield Memory(belief, self.prior[rows], self.log_likelihood[rows])
+
+
+def decided_by(decide: Callable[[Memory], Tensor], model: CPOMDP, history: History, memory: Memory) -> Tensor:
+    """What a planner decides, `[B, …]`, by what it remembers; for episodes that are over, anything."""
+    alive = history.alive
+    if alive is None:
+        return decide(memory)
+    actions = some_action(model, alive.shape).clone()
+    rows = alive.nonzero()[:, 0]
+    if len(rows):
+        actions[rows] = decide(memory.rows(rows))
+    return actions
 
 
 def conditioned(log_posterior: Tensor, increment: Tensor) -> Tensor:

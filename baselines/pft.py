@@ -1,8 +1,8 @@
 """PFT-DPW: search in the tree of particle beliefs, widened as it is visited, for many episodes in lock step.
 
 Sunberg and Kochenderfer, "Online algorithms for POMDPs with continuous state, action, and observation spaces"
-(2018). A node is a belief, an edge an action that is taken in it. Actions of a CPOMDP are finitely many, so
-that only observations need progressive widening. With a temperature, information about the context is a
+(2018). A node is a belief, an edge an action that is taken in it. Observations come into play by progressive
+widening, and so do actions, if they are continuous. With a temperature, information about the context is a
 reward, too (IPFT; Fischer and Tas, 2020).
 """
 
@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from baselines.belief import Memory, conditioned
+from baselines.belief import Memory, conditioned, decided_by
 from baselines.commitments import Commitment, plans, play, returns_after, returns_of
+from cpomdp_ppl.actions import random_actions
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter, inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.rng import require_seed, seed_for
-from cpomdp_ppl.signature import read_signature
+from cpomdp_ppl.signature import ENDED, read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
+    from cpomdp_ppl.actions import Box
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import History
     from cpomdp_ppl.signature import Signature
@@ -53,12 +55,17 @@ class PFT:
 
     A belief is a particle filter for every context, with the posterior over contexts. What an action earns in
     it is `Σ_c P(c | h) E[r_c(s, a) | h, c]`; with a temperature τ, the fall of the posterior's entropy is
-    added, τ units of reward a nat, and the search maximises `E[return] + τ I(C; Y)`.
+    added, τ units of reward a nat, and the search maximises `E[return] + τ I(C; Y)`. As the return is
+    discounted, and information is not, a nat at time t is worth `τ γ^{-t}` of the rewards of that time.
 
     What is seen after an action is drawn from the belief as a step of the model, context and all. A new draw
     comes into play as long as there are at most `k N^α` different ones after N visits; otherwise those in
     play take turns. Equal observations share a child: if few values, or nothing at all, can be seen, the tree
-    is narrow. A search ends at the horizon, and a new node is worth what `leaf` says.
+    is narrow. A search ends at the horizon, or where the episode is seen to end; any other new node is worth
+    what `leaf` says.
+
+    Continuous actions of a node are drawn uniformly, in a sequence whose beginnings are well spread. A new
+    one comes into play as long as there are at most `k N^α` after N visits of the node.
 
     Args:
         model: The CPOMDP.
@@ -66,17 +73,19 @@ class PFT:
         num_particles: Particles for every context in a node.
         exploration: UCB1's constant, in units of reward. Left out, a quarter of what the best and the worst
             return are apart that a search has met, those of commitments in each context among them.
-        widening: `(k, α)`.
+        widening: `(k, α)` of observations.
+        action_widening: `(k, α)` of continuous actions; not needed for others.
         leaf: What a new node is worth. `"commitment"`: the best action and the best commitment after it,
             chosen without knowing the context, which some policy earns; that of each action also is its
             first value, and counts as one visit. (Were an action's first value what it earns if it is
-            repeated for ever, whatever costs now and pays later would never be tried.) `"qmdp"`: the best
+            repeated for ever, whatever costs now and pays later would never be tried.) Of continuous actions:
+            the best commitment alone, and no first values. `"qmdp"`: the best
             commitment in each context, as if it were known, which is optimistic; `"rollout"`: random actions;
             or a function `(states [C, B, M, …], posterior [B, C], time [B]) -> values [B]`.
         commitments: What `"commitment"` and `"qmdp"` choose from: actions to repeat, by index or name, or
             functions from the time to one. Left out, every action; a leaf is then valued by as many plans as
-            there are pairs of actions.
-        temperature: τ, for IPFT.
+            there are pairs of actions. Of a box left out, its middle, and either end of every axis.
+        temperature: τ, for IPFT, in units of reward a nat, as rewards are worth at the start.
         leaf_particles: States M in every context that a leaf is valued by.
         root_particles: Particles for every context in the filter that follows the episode.
         chunk: How many episodes to handle at once; chosen to bound memory if left out. Chunks have random
@@ -96,6 +105,7 @@ class PFT:
     num_particles: int = 32
     exploration: float | None = None
     widening: tuple[float, float] = (2.0, 0.25)
+    action_widening: tuple[float, float] = (3.0, 0.25)
     leaf: str | LeafValue = "commitment"
     commitments: Sequence[Commitment] | None = None
     temperature: float = 0.0
@@ -113,12 +123,8 @@ class PFT:
         if self.exploration is not None:
             require_number("exploration", self.exploration, "None or a number, not negative")
         require_number("temperature", self.temperature, "a number, not negative")
-        pair = isinstance(self.widening, Sequence) and len(self.widening) == 2
-        require(pair, "widening", self.widening, "a pair (k, α)")
-        k, alpha = self.widening
-        require_number("widening", k, "a pair (k, α) with k positive", above=0.0)
-        require_number("widening", alpha, "a pair (k, α) with α from 0 to 1")
-        require(alpha <= 1, "widening", self.widening, "a pair (k, α) with α from 0 to 1")
+        for name in ("widening", "action_widening"):
+            require_widening(name, getattr(self, name))
         known = callable(self.leaf) or self.leaf in LEAVES
         require(known, "leaf", self.leaf, f"one of {list(LEAVES)}, or a function")
         require_seed(self.seed)
@@ -137,8 +143,12 @@ class PFT:
         t = history.time
         memory = memory.caught_up(self.model, history, self.seed)
         size = self._episodes_at_once() if self.chunk is None else self.chunk
-        trees = (self.search(part, t, number) for number, part in enumerate(memory.parts(size)))
-        return torch.cat([tree.most_visited() for tree in trees]), memory
+
+        def best(memory: Memory) -> Tensor:
+            trees = (self.search(part, t, number) for number, part in enumerate(memory.parts(size)))
+            return torch.cat([tree.most_visited() for tree in trees])
+
+        return decided_by(best, self.model, history, memory), memory
 
     def search(self, memory: Memory, time: int, chunk: int = 0) -> Tree:
         """The trees after all simulations, from beliefs held at a time; chunks draw different numbers."""
@@ -156,12 +166,13 @@ class PFT:
         state = sum(leaf.shape.numel() for _, leaf in leaves(signature.state))
         seen = sum(site.shape.numel() for site in signature.observations.values())
         A, C, N, J = (
-            self.model.num_actions,
+            most_actions(self),
             self.model.num_contexts,
             self.num_particles,
             most_outcomes(self, signature),
         )
-        numbers = C * N * (state + 2) + J * (seen + 7) + 5 * A  # in a node
+        axes = 0 if self.model.box is None else self.model.box.dim
+        numbers = C * N * (state + 2) + J * (seen + 7) + (5 + axes) * A  # in a node
         return how_many_fit(BYTES_AT_ONCE, 4 * numbers * (self.num_simulations + 1))
 
 
@@ -169,8 +180,9 @@ class PFT:
 class Tree:
     """B trees of K nodes each, grown side by side: in each, simulation k may add the node k. The root is 0.
 
-    An edge is a node and an action. What can happen on it is kept with the first node it led to: J outcomes,
-    drawn beforehand, of which some are in play.
+    An edge is a node and an action: one of the model's, or of those that were drawn for the node beforehand,
+    of which some are in play. What can happen on it is kept with the first node it led to: J outcomes, drawn
+    beforehand, of which some are in play.
     """
 
     belief: Cloud  # of every node, leaves [K, C, B, …]
@@ -186,20 +198,27 @@ class Tree:
     distinct: Tensor  # how many of the first 0 … J differ, [K, B, J + 1]; NEVER where no more come
     in_play: Tensor  # how many outcomes are, [K, B]
     children: Tensor  # the nodes they lead to, [K, B, J]; 0 for none
+    over: Tensor | None  # whether the episode ends with a node, bool [K, B]; None where none can
+    drawn: Tensor | None  # continuous actions of every node, [K, B, A, D]
+
+    def action(self, node: Tensor, episode: Tensor, number: Tensor) -> Tensor:
+        """What edges are to the model, by node, episode and number in the node, `[R]`: `[R]` or `[R, D]`."""
+        return number if self.drawn is None else self.drawn[node, episode, number]
 
     def most_visited(self) -> Tensor:
-        """The action visited most at the root, `[B]`; of several, the one of the highest value.
+        """The action visited most at the root, `[B, …]`; of several, the one of the highest value.
 
         A mean return is trustworthy after many visits; an action that was lucky in a few is not chosen.
         """
         visits, values = self.visits[0], self.values[0]
         most = visits == visits.amax(1, keepdim=True)
-        return torch.where(most, values, -torch.inf).argmax(1)
+        best = torch.where(most, values, -torch.inf).argmax(1)
+        return self.action(torch.zeros_like(best), torch.arange(len(best), device=best.device), best)
 
 
-def planted(cloud: Cloud, log_posterior: Tensor, programs: Generative, K: int, J: int) -> Tree:
-    """Trees of nothing but a root, with room for K nodes and J outcomes of an edge."""
-    B, A, device = len(log_posterior), programs.model.num_actions, log_posterior.device
+def planted(cloud: Cloud, log_posterior: Tensor, programs: Generative, K: int, A: int, J: int) -> Tree:
+    """Trees of nothing but a root, with room for K nodes, A actions in each, and J outcomes of an edge."""
+    model, B, device = programs.model, len(log_posterior), log_posterior.device
 
     def room(like: Tensor) -> Tensor:
         kept = torch.empty((K, *like.shape), dtype=like.dtype, device=device)
@@ -226,6 +245,8 @@ def planted(cloud: Cloud, log_posterior: Tensor, programs: Generative, K: int, J
         distinct=zeros(J + 1).fill_(NEVER),
         in_play=zeros(),
         children=zeros(J),
+        over=zeros(dtype=torch.bool) if model.can_end else None,
+        drawn=None if model.box is None else room(spread_in(model.box, B, A, device)),
     )
 
 
@@ -235,7 +256,7 @@ class Frontier:
 
     episode: Tensor  # which simulation
     node: Tensor  # the last one inside the tree
-    action: Tensor  # taken there
+    action: Tensor  # number of the one taken there
     first: Tensor  # node that edge led to; 0 if this is its first visit
     outcome: Tensor  # which of the edge's
     depth: Tensor  # of the node
@@ -249,32 +270,38 @@ class Search:
         self.model = settings.model
         self.steps = self.model.horizon - time
         self.B, self.C = memory.log_posterior.shape
-        self.A = self.model.num_actions
+        self.A = most_actions(settings)
         self.programs = Generative(self.model)
         self.J = most_outcomes(settings, self.programs.signature)
         self.filter: SMC = ParticleFilter(settings.num_particles).recursion(self.model)
         self.plans = plans(self.model, settings.commitments).to(self.model.device)
         cloud = self.filter.of_states(memory.belief.spread(settings.num_particles))
         K = settings.num_simulations + 1
-        self.tree = planted(cloud, memory.log_posterior, self.programs, K, self.J)
+        self.tree = planted(cloud, memory.log_posterior, self.programs, K, self.A, self.J)
+        visits = torch.arange(K, dtype=torch.float64, device=self.model.device)
         k, alpha = settings.widening
-        self.limit = (
-            k * torch.arange(K, dtype=torch.float64, device=self.model.device) ** alpha
-        )  # of outcomes
+        self.limit = k * visits**alpha  # of outcomes
         self.limit[0] = 0
+        k, alpha = settings.action_widening
+        self.last_action = (k * visits**alpha).floor()  # the number of the last action in play
+        self.last_action[0] = 0
+        self.numbers = torch.arange(self.A, device=self.model.device)
         self.episode = torch.arange(self.B, device=self.model.device)
         # At the root, from all the particles there are: of the last step nothing else matters.
-        self.first_reward = torch.stack(
-            [memory.expected_reward(self.filter, a) for a in range(self.A)], 1
-        )  # [B, A]
+        root = torch.zeros_like(self.episode)
+        every = [self.tree.action(root, self.episode, torch.full_like(root, a)) for a in range(self.A)]
+        self.first_reward = torch.stack([memory.expected_reward(self.filter, a) for a in every], 1)  # [B, A]
         given = settings.exploration or 0.0
         self.exploration = torch.full_like(self.first_reward[:, :1], max(given, TINY))  # [B, 1]
         self.lowest = torch.full_like(self.first_reward[:, 0], torch.inf)  # return from the root so far, [B]
         self.highest = -self.lowest
         if settings.leaf == "commitment":
             now = torch.full_like(self.episode, time)
-            returns = returns_after(self.plans, self.filter, cloud.state, now).double()  # [C, B, A, G]
-            self.commit(0, self.episode, returns, memory.log_posterior.exp())
+            if self.model.box is None:
+                returns = returns_after(self.plans, self.filter, cloud.state, now).double()  # [C, B, A, G]
+                self.commit(0, self.episode, returns, memory.log_posterior.exp())
+            else:
+                returns = returns_of(self.plans, self.filter, cloud.state, now).double()[:, :, None]
             self.lowest, self.highest = returns.amin((0, 2, 3)), returns.amax((0, 2, 3))
             self.explore()
 
@@ -288,7 +315,7 @@ class Search:
         self.back_up(edges, nodes, value)
 
     def descend(self) -> tuple[Tensor, Tensor, Frontier]:
-        """Follow UCB1 until a simulation leaves its tree, or meets the horizon.
+        """Follow UCB1 until a simulation leaves its tree, or meets the horizon or an end.
 
         Returns:
             The edges taken (indices into `visits.view(-1)`), `[depth, B]`, -1 after the last; the nodes they
@@ -299,7 +326,7 @@ class Search:
         alike, distinct, children = tree.alike.view(-1), tree.distinct.view(-1), tree.children.view(-1)
         node = torch.zeros_like(self.episode)
         inside = torch.ones_like(self.episode, dtype=torch.bool)
-        path = []
+        over, path = None if tree.over is None else torch.zeros_like(inside), []
         for _ in range(self.steps):  # whoever has left begins again at the root, and leaves no trace there
             at = torch.add(self.episode, node, alpha=B)
             action, n = self.most_promising(at)
@@ -317,21 +344,35 @@ class Search:
             child = children[torch.add(outcome, home, alpha=J)] * inside
             path.append(torch.stack([node, action, first, outcome, child, edge.where(inside, -1)]))
             inside, node = child > 0, child
+            if over is not None and tree.over is not None:
+                over |= tree.over.view(-1)[torch.add(self.episode, child, alpha=B)]  # no root is
+                inside &= ~over
+                node = node * inside
             if not bool(inside.any()):
                 break
         nodes, actions, firsts, outcomes, followed, edges = torch.stack(path, 1)  # each [depth, B]
         depth = (followed > 0).sum(0)  # of the last node inside, or of the horizon
-        b = (depth < self.steps).nonzero()[:, 0]
+        left = depth < self.steps if over is None else (depth < self.steps) & ~over
+        b = left.nonzero()[:, 0]
         depth = depth[b]
-        left = Frontier(b, nodes[depth, b], actions[depth, b], firsts[depth, b], outcomes[depth, b], depth)
-        return edges, followed, left
+        frontier = Frontier(
+            b, nodes[depth, b], actions[depth, b], firsts[depth, b], outcomes[depth, b], depth
+        )
+        return edges, followed, frontier
 
     def most_promising(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The action of the highest confidence bound, untried ones first, and its visits, `[B]` each."""
+        """The action of the highest confidence bound, untried ones first, and its visits, `[B]` each.
+
+        Of continuous actions, out of those in play.
+        """
         visits = self.tree.visits.view(-1, self.A).index_select(0, at)  # [B, A]
         log_total = visits.sum(1, keepdim=True).log_().clamp_(min=TINY)  # over 0 visits it must be ∞
         bonus = (log_total / visits).sqrt_().mul_(self.exploration)
-        action = bonus.add_(self.tree.values.view(-1, self.A).index_select(0, at)).argmax(1, keepdim=True)
+        bound = bonus.add_(self.tree.values.view(-1, self.A).index_select(0, at))
+        if self.tree.drawn is not None:
+            last = self.last_action[visits.sum(1, keepdim=True).long()]  # [B, 1]
+            bound.masked_fill_(self.numbers > last, -torch.inf)
+        action = bound.argmax(1, keepdim=True)
         return action[:, 0], visits.gather(1, action)[:, 0].long()
 
     def expand(self, k: int, frontier: Frontier) -> Tensor:
@@ -346,27 +387,35 @@ class Search:
         before = tree.log_posterior[node, b]  # [R, C]
         self.open(k, frontier, cloud, before)
         first = torch.where(frontier.first > 0, frontier.first, k)
+        action = tree.action(node, b, a)
         seen = Observed.at(
             self.time + 1,
-            a,
+            action,
             {site: values[first, b, frontier.outcome] for site, values in tree.observations.items()},
             {site: flags[first, b, frontier.outcome] for site, flags in tree.observed.items()},
         )
         p = before.exp()
-        reward = (p * self.filter.expected_reward(cloud, a).T).sum(1)
+        reward = (p * self.filter.expected_reward(cloud, action).T).sum(1)
         reward = torch.where(node > 0, reward, self.first_reward[b, a])
         cloud, increment = self.filter.step(cloud, seen)
         after = conditioned(before, increment.T)
         if self.settings.temperature > 0:
             gain = torch.special.entr(p).sum(1) - torch.special.entr(after.exp()).sum(1)
-            reward += self.settings.temperature * gain
+            worth = torch.full_like(gain, self.model.discount).pow(self.time + frontier.depth)
+            reward += self.settings.temperature * gain / worth
 
         map_belief(lambda kept, leaf: kept[k].index_copy_(1, b, leaf), tree.belief, cloud)
         tree.log_posterior[k].index_copy_(0, b, after)
         tree.reward[k].index_copy_(0, b, reward)
         tree.depth[k].index_copy_(0, b, frontier.depth + 1)
         tree.children[first, b, frontier.outcome] = k
-        return self.value(k, b, cloud, after.exp(), self.time + 1 + frontier.depth)
+        time, over = self.time + 1 + frontier.depth, None
+        if tree.over is not None:
+            over = seen.observations[ENDED] != 0
+            tree.over[k].index_copy_(0, b, over)
+        if tree.drawn is not None and self.model.box is not None:
+            tree.drawn[k].index_copy_(0, b, spread_in(self.model.box, len(b), self.A, b.device))
+        return self.value(k, b, cloud, after.exp(), time, over)
 
     def open(self, k: int, frontier: Frontier, cloud: Cloud, log_posterior: Tensor) -> None:
         """Draw the outcomes of edges that were never visited, all that can ever be needed of them."""
@@ -375,8 +424,8 @@ class Search:
             return
         tree, b = self.tree, frontier.episode[rows]
         states, contexts = cloud.draw_jointly(log_posterior[rows], rows, self.J)
-        action = frontier.action[rows, None].expand(-1, self.J).reshape(-1)
-        percept = self.programs.step(states, action, contexts).percept
+        action = tree.action(frontier.node[rows], b, frontier.action[rows])
+        percept = self.programs.step(states, action.repeat_interleave(self.J, 0), contexts).percept
         numbers = []
         for kept, fresh in ((tree.observations, percept.observations), (tree.observed, percept.observed)):
             for site, values in fresh.items():
@@ -390,17 +439,20 @@ class Search:
         tree.in_play[k].index_fill_(0, b, 1)
         tree.first[frontier.node[rows], b, frontier.action[rows]] = k
 
-    def value(self, k: int, b: Tensor, cloud: Cloud, posterior: Tensor, time: Tensor) -> Tensor:
-        """What the nodes k of some episodes `[R]` are worth, `[R]`: nothing at the horizon."""
+    def value(
+        self, k: int, b: Tensor, cloud: Cloud, posterior: Tensor, time: Tensor, over: Tensor | None
+    ) -> Tensor:
+        """What the nodes k of some episodes `[R]` are worth, `[R]`: nothing where the episode is over."""
         value = torch.zeros(len(time), dtype=torch.float64, device=time.device)
-        rows = (time < self.model.horizon).nonzero()[:, 0]
+        going_on = time < self.model.horizon if over is None else (time < self.model.horizon) & ~over
+        rows = going_on.nonzero()[:, 0]
         if not len(rows):
             return value
         if len(rows) < len(time):
             cloud = map_belief(lambda leaf: leaf.index_select(1, rows), cloud)
             b, posterior, time = b[rows], posterior[rows], time[rows]
         states = cloud.spread(self.settings.leaf_particles)
-        if self.settings.leaf == "commitment":
+        if self.settings.leaf == "commitment" and self.model.box is None:
             returns = returns_after(self.plans, self.filter, states, time).double()
             return value.index_copy_(0, rows, self.commit(k, b, returns, posterior))
         return value.index_copy_(0, rows, self.leaf_value(states, posterior, time).double())
@@ -431,25 +483,75 @@ class Search:
         if leaf == "rollout":  # every particle takes actions of its own
             alone = map_state(lambda x: x.reshape(self.C, R * M, 1, *x.shape[3:]), states)
             returns = play(
-                self.filter, alone, time.repeat_interleave(M), lambda t: torch.randint_like(t, self.A)
+                self.filter, alone, time.repeat_interleave(M), lambda t: random_actions(self.model, t.shape)
             )
             return (posterior * returns.view(self.C, R, M).mean(2).T).sum(1)
         returns = returns_of(self.plans, self.filter, states, time)  # [C, R, G]
+        if leaf == "commitment":
+            return torch.einsum("rc,crg->rg", posterior, returns.to(posterior)).amax(1)
         return (posterior * returns.amax(2).T).sum(1)
 
     def back_up(self, edges: Tensor, nodes: Tensor, value: Tensor) -> None:
         """Count the simulations, and average their returns, on all edges `[depth, B]` that they took."""
         tree = self.tree
         rewards = tree.reward[nodes, self.episode]  # 0 after the last: the root has none
-        returns = rewards.flip(0).cumsum(0).flip(0) + value  # to come, [depth, B]
+        taken = edges >= 0
+        returns = returns_to_come(rewards, value, taken, self.model.discount)  # [depth, B]
         self.lowest, self.highest = self.lowest.minimum(returns[0]), self.highest.maximum(returns[0])
         self.explore()
-        taken = edges >= 0
         edge, returns = edges[taken], returns[taken]
         visits, values = tree.visits.view(-1), tree.values.view(-1)
         n, mean = visits[edge] + 1, values[edge]  # no edge is taken twice: time goes on
         visits[edge] = n
         values[edge] = mean + (returns - mean) / n
+
+
+def returns_to_come(rewards: Tensor, value: Tensor, taken: Tensor, discount: float) -> Tensor:
+    """What simulations earn from every step on, `[depth, B]`, with a value `[B]` after the last one taken.
+
+    Rewards `[depth, B]` are 0 where no step was taken.
+    """
+    if discount == 1:
+        return rewards.flip(0).cumsum(0).flip(0) + value
+    returns = torch.empty_like(rewards)
+    for d in reversed(range(len(rewards))):
+        value = torch.where(taken[d], rewards[d] + discount * value, value)
+        returns[d] = value
+    return returns
+
+
+def require_widening(argument: str, pair: Any) -> None:
+    """Raise unless it is a pair (k, α) that makes sense."""
+    proper = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+    require(proper, argument, pair, "a pair (k, α)")
+    k, alpha = pair
+    require_number(argument, k, "a pair (k, α) with k positive", above=0.0)
+    require_number(argument, alpha, "a pair (k, α) with α from 0 to 1")
+    require(alpha <= 1, argument, pair, "a pair (k, α) with α from 0 to 1")
+
+
+def most_actions(settings: PFT) -> int:
+    """How many actions A a node may have: those of the model, or as many as can come into play."""
+    if settings.model.box is None:
+        return settings.model.num_actions
+    k, alpha = settings.action_widening
+    S = settings.num_simulations
+    return int(min(S, math.floor(k * S**alpha) + 1))
+
+
+def spread_in(box: Box, R: int, A: int, device: torch.device) -> Tensor:
+    """A actions for each of R nodes, `[R, A, D]`: each is uniform, and the first few are well spread.
+
+    An additive sequence by the root of `x^{D + 1} = x + 1`; in one dimension, that is the golden ratio.
+    """
+    D, root = box.dim, 2.0
+    for _ in range(40):  # a contraction by more than 2 each time
+        root = (1 + root) ** (1 / (D + 1))
+    strides = torch.tensor([root**-d for d in range(1, D + 1)], dtype=torch.float64, device=device)
+    first = torch.rand(R, 1, D, dtype=torch.float64, device=device)
+    shares = (first + torch.arange(A, device=device)[:, None] * strides) % 1
+    low, high = box.bounds(torch.zeros((), device=device))
+    return (low + (high - low) * shares).to(low)
 
 
 def most_outcomes(settings: PFT, signature: Signature) -> int:

@@ -29,6 +29,7 @@ from baselines.pomdp_py_adapter import (
     most_visited,
     particles,
 )
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
@@ -87,6 +88,7 @@ class _TreeSearch:
                 "exploration", exploration, "None or a number of at least 0, on the scale of returns"
             )
         require_seed(seed)
+        require_finite_actions(model, type(self).__name__)
         self.model = model
         self.num_simulations = require_count("num_simulations", num_simulations)
         self.num_particles = require_count("num_particles", num_particles)
@@ -126,7 +128,7 @@ class _TreeSearch:
             max_depth=self.model.horizon - time,
             num_sims=self.num_simulations,
             planning_time=-1.0,
-            discount_factor=1.0,
+            discount_factor=float(self.model.discount),
             exploration_const=self.exploration,
             num_visits_init=0,
             value_init=0,
@@ -144,7 +146,7 @@ class POUCT(_TreeSearch):
     learn from what it meets again.
 
     Args:
-        model: The CPOMDP.
+        model: The CPOMDP, of finitely many actions.
         num_simulations: Simulations for each decision.
         bins: How many bins for each number of a continuous observation; None for none.
         limits: Where bins begin and end, for all sites or by site. Left out, where the observations of random
@@ -245,7 +247,7 @@ class POMCP(_TreeSearch):
     prior pushed through all actions. `deprivation` counts how often it did, in this process.
 
     Args:
-        model: The CPOMDP.
+        model: The CPOMDP, of finitely many actions.
         num_simulations: Simulations for each decision.
         settings: Further settings, as in `POUCT`: `bins` for each number of a continuous observation (None
             for none), `limits` and `scheme` of these bins, the `rollout`, the constant of UCB1

@@ -16,6 +16,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from cpomdp_ppl.generative import Tally
 from cpomdp_ppl.inference import PerceptDensity
 from cpomdp_ppl.state import leaves, map_state
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 class Augmented(pomdp_py.State):
     """A state, its context and the time, with what the step that led there gave.
 
+    The time of a state with which the episode ended is the horizon: there is nothing to come.
     One is like another only if it is the same: pomdp-py hashes and copies states far too often to do more.
     The log-posterior, up to a constant, is kept up to date only for rollouts that go by it.
     """
@@ -105,7 +107,7 @@ class SuccessorModel(pomdp_py.TransitionModel):
         self.end = Augmented([], 0, horizon, 0.0, Symbol(()))
 
     def sample(self, state: Augmented, action: Choice) -> Augmented:
-        """Draw `(s, c, t)` one step later; after the horizon nothing happens any more."""
+        """Draw `(s, c, t)` one step later; after the end nothing happens any more."""
         if state.time >= self.horizon:
             return self.end
         return ask_step(state, action.index)
@@ -167,7 +169,10 @@ def ask_rollout(state: Augmented) -> list[float]:
 
 
 class RolloutsAsked:
-    """Leaves rollouts to `LockStep`; those of pomdp-py would wake the planner for each step."""
+    """Leaves rollouts to `LockStep`; those of pomdp-py would wake the planner for each step.
+
+    They are worth nothing in the states whose time is the horizon.
+    """
 
     _horizon: int
 
@@ -274,16 +279,16 @@ class Rollouts:
         return torch.einsum("rac,rc->ra", returns.view(R, A, C), log_posterior.softmax(1))
 
     def play(self, state: Any, context: Tensor, time: Tensor, action: Tensor, redraw: bool = False) -> Tensor:
-        """Play an action, or one drawn at every step, to the horizon; the return `[R]`."""
-        T = self.programs.model.horizon
-        total = torch.zeros(len(time), dtype=torch.float64, device=time.device)
+        """Play an action, or one drawn at every step, to the end; the return `[R]`, as it is worth now."""
+        T, tally = self.programs.model.horizon, Tally(self.programs.model, time)
         for ahead in range(T - int(time.min())):
+            tally.alive &= time + ahead < T
             moved = self.programs.move(state, action, context)
+            tally.add(moved)
             state = moved.state
-            total += torch.where(time + ahead < T, moved.reward, 0.0)
             if redraw:
                 action = torch.randint_like(action, self.programs.model.num_actions)
-        return total
+        return tally.returns
 
 
 class LockStep:
@@ -336,10 +341,14 @@ class LockStep:
         if log_posterior is not None:
             posteriors = (log_posterior + self.density(step.state, step.percept)).tolist()
         rows, symbols = self.rows.of(step.state).tolist(), self.binning.symbols(step.percept)
+        times = [before.time + 1 for before, _ in requests]
+        if step.ended is not None:
+            last = zip(times, step.ended.tolist(), strict=True)
+            times = [self.programs.model.horizon if ended else time for time, ended in last]
         return [
-            Augmented(row, before.context, before.time + 1, reward, symbol, posterior)
-            for (before, _), row, reward, symbol, posterior in zip(
-                requests, rows, step.reward.tolist(), symbols, posteriors, strict=True
+            Augmented(row, before.context, time, reward, symbol, posterior)
+            for (before, _), row, time, reward, symbol, posterior in zip(
+                requests, rows, times, step.reward.tolist(), symbols, posteriors, strict=True
             )
         ]
 

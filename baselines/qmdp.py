@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from baselines.belief import Memory, conditioned
-from baselines.commitments import Commitment, plans, returns_of
+from baselines.belief import Memory, conditioned, decided_by
+from baselines.commitments import Commitment, going_on, plans, returns_of
+from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import how_many_fit
 from cpomdp_ppl.errors import as_integer, require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
@@ -38,10 +39,13 @@ class QMDP:
 
     At every step it takes the action that maximises
 
-        Q(h, a) = Σ_c P(c | h) E[r_c(s_t, a) + V_c(s_{t+1}) | h, a, c] + τ E_o[H(C | h) − H(C | h, a, o)],
+        Q(h, a) = Σ_c P(c | h) E[r_c(s_t, a) + γ V_c(s_{t+1}) | h, a, c]
+                  + τ γ^{-t} E_o[H(C | h) − H(C | h, a, o)],
 
-    where V is what the best of the commitments earns from there to the horizon: the best in each context, on
-    average over the states that the context and the action lead to. Of equal actions it takes the first.
+    where V is what the best of the commitments earns from there to the end: the best in each context, on
+    average over the states that the context and the action lead to. Where the episode ends it is 0. Of equal
+    actions it takes the first. Information is not discounted as rewards are: at time t, a unit of reward at
+    the start is worth `γ^{-t}` of those that are earned then.
 
     With τ = 0, all uncertainty about the context is believed to vanish after one step, whatever is done. So
     nothing is worth finding out: Q does not depend on what can be seen, and to look is worth no more than to
@@ -52,10 +56,10 @@ class QMDP:
     observations more telling is still worth nothing; for that, search (`baselines.pft.PFT`).
 
     Args:
-        model: The CPOMDP.
+        model: The CPOMDP, of finitely many actions.
         commitments: What V chooses from: actions to repeat, by index or name, or functions from the time to
             one. Left out, every action.
-        temperature: τ, in units of reward a nat.
+        temperature: τ, in units of reward a nat, as rewards are worth at the start.
         num_particles: Particles for every context in the filter that follows the episode.
         outcomes: Observations J that are looked ahead to, for every action, with their contexts spread in
             proportion to the posterior; not needed without a temperature.
@@ -86,6 +90,7 @@ class QMDP:
 
     def __post_init__(self) -> None:
         require_model(self.model)
+        require_finite_actions(self.model, "QMDP")
         for name in ("num_particles", "outcomes", "states"):
             object.__setattr__(self, name, require_count(name, getattr(self, name)))
         if self.chunk is not None:
@@ -106,10 +111,15 @@ class QMDP:
         """
         t = history.time
         memory = memory.caught_up(self.model, history, self.seed)
-        values = self.values(memory, t)
-        if self.temperature > 0:
-            values += self.temperature * self.information(memory, t)
-        return values.argmax(1), memory
+        price = self.temperature / self.model.discount**t
+
+        def best(memory: Memory) -> Tensor:
+            values = self.values(memory, t)
+            if price > 0:
+                values += price * self.information(memory, t)
+            return values.argmax(1)
+
+        return decided_by(best, self.model, history, memory), memory
 
     def values(self, memory: Memory, time: int) -> Tensor:
         """What QMDP thinks of every action, without the information: Q for τ = 0, float64 `[B, A]`."""
@@ -151,15 +161,17 @@ class OneStep:
         return how_many_fit(NUMBERS_AT_ONCE, self.model.num_contexts * cells * max(size, 1))
 
     def values(self, memory: Memory) -> Tensor:
-        """`Σ_c P(c | h) (E[r_c(s, a)] + max_g E[what g earns from s'])`, `[B, A]`."""
+        """`Σ_c P(c | h) (E[r_c(s, a)] + γ max_g E[what g earns from s'])`, `[B, A]`."""
         B, A = len(memory.log_posterior), self.A
         states = memory.belief.spread(self.M)  # [C, B, M, …], the same for every action
         states = map_state(lambda leaf: leaf.repeat_interleave(A, 1), states)  # [C, B·A, M, …]
         action = torch.arange(A, device=self.model.device).repeat(B)
         after = self.filter.move_states(states, action)
-        returns = returns_of(self.plans, self.filter, after, torch.full_like(action, self.time + 1))
-        V = returns.amax(2).view(-1, B, A).double()  # [C, B, A]
-        r = torch.stack([memory.expected_reward(self.filter, a) for a in range(A)], 1)  # [B, A]
+        alive = going_on(self.filter, after, action)
+        returns = returns_of(self.plans, self.filter, after, torch.full_like(action, self.time + 1), alive)
+        V = self.model.discount * returns.amax(2).view(-1, B, A).double()  # [C, B, A]
+        every = action.view(B, A).unbind(1)
+        r = torch.stack([memory.expected_reward(self.filter, a) for a in every], 1)  # [B, A]
         return r + torch.einsum("bc,cba->ba", memory.log_posterior.exp(), V)
 
     def information(self, memory: Memory) -> Tensor:

@@ -153,6 +153,8 @@ class Reinforce:
         return {"policy": -(step.advantages.to(log_probs) * log_probs).sum(1).mean()}
 
 
+FURTHEST = 20.0
+"""Log-ratios above this are all the same: those of densities know no bound."""
 RANDOM_ACTIONS = Linear(0.2, 0.0, until=0.5)
 """How often `ActorCritic` leaves an action to chance."""
 EXPLORATION = Linear(0.1, 0.0)
@@ -237,7 +239,7 @@ class ActorCritic:
         batch, advantages, before, now = step.batch, step.advantages, step.before, step.now
         dtype = now.log_probs.dtype
         A = (advantages / step.size.clamp(min=1e-8)).to(dtype)
-        ratio = (now.log_probs - before.log_probs).exp()
+        ratio = (now.log_probs - before.log_probs).clamp(max=FURTHEST).exp()
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         targets = (advantages + before.values).to(dtype)
         exploration = as_schedule("exploration", self.exploration)(step.progress)
