@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+from cpomdp_ppl.actions import require_actions
 from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import History, as_policy
@@ -16,10 +17,13 @@ from cpomdp_ppl.rng import RandomStream, fresh_seed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import Policy
+    from cpomdp_ppl.policy import Decision, Policy
 
 
 class Agent:
@@ -30,7 +34,8 @@ class Agent:
         policy: The policy that decides.
         likelihood: The filter: a backend or its name; left out, the `default_backend` for the model.
         prior: Prior over contexts, `[C]`, from which policy and filter start; the model's if left out.
-        greedy: Whether to take the likeliest action instead of drawing one.
+        greedy: Whether to take the likeliest action instead of drawing one; of continuous ones, the mode of
+            the policy's distribution.
         seed: Seed of the policy's draws and the filter's; left out, fresh entropy is taken.
 
     Attributes:
@@ -67,7 +72,7 @@ class Agent:
         with self._stream, torch.no_grad():
             self._memory = self.policy.start(self.filter.prior.to(model.prior()))
         self._history: History | None = None
-        self._pending: int | None = None
+        self._pending: int | NDArray[np.floating[Any]] | None = None
         if not model.initial_observation:
             self._history = History((self.filter.latest,))
 
@@ -88,43 +93,81 @@ class Agent:
             raise RuntimeError("nothing is known yet: the model asks for an initial observation first")
         return self._history
 
-    def act(self) -> int:
-        """Choose the next action, by index; `model.action_names` says what it is called.
+    @property
+    def ended(self) -> bool:
+        """Whether the episode has ended before the horizon, as the site `ended` said."""
+        return bool(self.filter.ended[0])
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to do: the episode has ended, or the horizon is reached."""
+        return self.ended or self.time >= self.model.horizon
+
+    def act(self) -> int | NDArray[np.floating[Any]]:
+        """Choose the next action.
+
+        Returns:
+            Its index; `model.action_names` says what it is called. A continuous one is an array `[D]`.
 
         Raises:
             RuntimeError: If the last action's observations are still to come, or the episode is over.
         """
         history = self.history
         if self._pending is not None:
-            name = self.model.action_names[self._pending]
-            raise RuntimeError(f"call observe() with what was seen after '{name}' before acting again")
-        if self.time >= self.model.horizon:
-            raise RuntimeError(f"the episode is over after {self.model.horizon} steps")
+            raise RuntimeError(f"call observe() with what was seen after {self._last} before acting again")
+        if self.over:
+            raise RuntimeError(f"the episode {self._outcome}")
         with self._stream, torch.no_grad(), self.model.running():
             decision, self._memory = self.policy.act(history, self._memory)
-            if isinstance(decision, Categorical) and self.greedy:
-                decision = decision.logits.argmax(-1)
-            elif isinstance(decision, Distribution):
-                decision = decision.sample()
-        action = int(decision[0])
-        require(0 <= action < self.model.num_actions, "policy", action, "one of the model's actions")
-        self._pending = action
-        return action
+            action = self._chosen(decision)
+        self._pending = int(action) if self.model.box is None else action.cpu().numpy()
+        return self._pending
+
+    def _chosen(self, decision: Decision) -> Tensor:
+        """The action that a decision comes to: an index, or real numbers `[D]`."""
+        model = self.model
+        if isinstance(decision, Categorical) and self.greedy:
+            decision = decision.logits.argmax(-1)
+        elif isinstance(decision, Distribution):
+            decision = _mode(decision) if self.greedy else decision.sample()
+        shape = (1,) if model.box is None else (1, model.box.dim)
+        proper = isinstance(decision, Tensor) and decision.shape == shape
+        require(proper, "policy", decision, f"an action of shape {list(shape)}, or a distribution over them")
+        require_actions("policy", decision, model)
+        return decision[0]
+
+    @property
+    def _last(self) -> str:
+        """What the pending action is called."""
+        if isinstance(self._pending, int):
+            return f"'{self.model.action_names[self._pending]}'"
+        return str(self._pending)
+
+    @property
+    def _outcome(self) -> str:
+        """How the episode came to be over."""
+        if self.ended:
+            return f"has ended after {self.time} steps"
+        return f"is over after {self.model.horizon} steps"
 
     def observe(
         self,
         observations: Mapping[str, Any] | None = None,
         *,
         observed: Mapping[str, Any] | None = None,
-        action: int | str | None = None,
+        action: Any = None,
     ) -> None:
         """Take in what was seen after the last action; sites that the program masks then are left out.
+
+        Of a model whose episodes may end, `ended` is one of the sites, and always seen: that an episode goes
+        on is evidence, too.
 
         Args:
             observations: By site.
             observed: By site, whether it counts; left out, everything given does, and nothing else may be
                 missing. With it, sites left out were not seen: a sensor may fail.
-            action: What was really done, if it was not what `act` said, or if nobody asked.
+            action: What was really done, if it was not what `act` said, or if nobody asked: an index or a
+                name; `[D]`, if actions are continuous.
 
         Raises:
             ValueError: If this cannot be a step of the model.
@@ -135,13 +178,24 @@ class Agent:
             self.filter.observe(None, observations, observed, complete=observed is None)
             self._history = History((self.filter.latest,))
             return
-        if self.time >= self.model.horizon:
-            raise invalid("observations", observations, f"no more than {self.model.horizon} steps")
+        if self.over:
+            raise invalid("observations", observations, f"nothing more: the episode {self._outcome}")
         if self._pending is None:
             if action is None:
                 raise RuntimeError("call act() first, or say which action was taken")
             self.act()  # for the policy's memory, which has every step pass through it
-        done = self._pending if action is None else action
+        done: Any = self._pending if action is None else action
         self.filter.observe(done, observations, observed, complete=observed is None)
         self._history = self._history.extended(self.filter.latest)
         self._pending = None
+
+
+def _mode(decision: Distribution) -> Tensor:
+    """The likeliest action of a distribution over a box."""
+    try:
+        mode: Tensor = decision.mode
+    except NotImplementedError:
+        mode = torch.tensor(torch.nan)
+    found = bool(mode.isfinite().all())
+    require(found, "greedy", True, f"False: a decision of kind {type(decision).__name__} has no mode")
+    return mode

@@ -93,7 +93,7 @@ class History:
 
     @property
     def actions(self) -> Tensor:
-        """All actions so far, `[B, t]` or, if continuous, `[B, t, D]`."""
+        """All actions so far, `[B, t]` or, if continuous, `[B, t, D]`; before the first, `[B, 0]`."""
         if not self.time:
             flags = next(iter(self.percepts[0].observed.values()))
             return torch.zeros(len(flags), 0, dtype=torch.long, device=flags.device)

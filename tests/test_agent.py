@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -12,7 +13,7 @@ from cpomdp_ppl.inference import ExtendedKalmanFilter
 from cpomdp_ppl.inference.choice import default_backend
 from cpomdp_ppl.models import LightDark
 from solvers.cids.policy import LSTMPolicy
-from tests.programs import EyesOpen, Plates, Walk
+from tests.programs import EyesOpen, Plates, Reef, Sail, Walk
 
 
 def play(agent, episodes):
@@ -184,3 +185,73 @@ def test_sites_in_plates_must_not_be_forgotten():
     working = [True, False, True]
     agent.observe({"z": [0.0] * 3, "battery": 1.0}, observed={"z": working, "battery": True}, action=0)
     assert agent.time == 1
+
+
+def test_it_acts_with_real_numbers_and_takes_in_the_end():
+    """Its posterior is the filter's on the same episode, which is filtered as a batch."""
+    model = Sail()
+    policy = LSTMPolicy(model, hidden=8, seed=1)
+    episodes = simulate(model, policy, 200, seed=4)
+    short = int((episodes.lengths == 2).nonzero()[0])
+    episode = episodes[short]
+    agent = Agent(model, policy, likelihood="ekf", seed=1)
+    for t in range(2):
+        assert not agent.over
+        action = agent.act()
+        assert isinstance(action, np.ndarray)
+        assert action.shape == (2,)
+        assert bool(model.actions.contains(torch.from_numpy(action)))
+        shown = bool(episode.observed["z"][0, t])
+        seen = {"z": episode.observations["z"][0, t]} if shown else {}
+        agent.observe({**seen, "ended": t == 1}, action=episode.actions[0, t].tolist())
+    assert agent.ended
+    assert agent.over
+    assert agent.time == 2
+    filtering = ExtendedKalmanFilter().run(model, episode)
+    torch.testing.assert_close(agent.posterior, filtering.posterior()[0, -1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(RuntimeError, match="has ended after 2 steps"):
+        agent.act()
+    with pytest.raises(ValueError, match="nothing more: the episode has ended after 2 steps"):
+        agent.observe({"ended": False}, action=[0.0, 1.0])
+
+
+def test_whether_an_episode_ends_must_not_be_forgotten():
+    agent = Agent(Reef(), RandomPolicy(2), seed=0)
+    with pytest.raises(ObservationError, match="expected site 'ended', which is always seen after 'left'"):
+        agent.observe({"surf": 0.0}, action="left")
+    agent.observe({"surf": 0.0, "ended": False}, action="left")
+    agent.observe({"surf": 1.0, "ended": True}, action="left")
+    assert agent.posterior.tolist() == [1.0, 0.0]  # only one reef is on the left
+    assert agent.ended
+
+
+@pytest.mark.parametrize("distribution", ["squashed", "beta"])
+def test_greedily_it_takes_the_mode(distribution):
+    model = Sail()
+    policy = LSTMPolicy(model, hidden=8, distribution=distribution, seed=1)
+    agent = policy.agent(seed=1, greedy=True)
+    decision, _ = policy.act(agent.history, policy.start(model.prior()[None]))
+    low, high = model.actions.bounds(torch.zeros(()))
+    grid = low + (high - low) * torch.linspace(0.001, 0.999, 2001)[:, None]  # [2001, D]
+    if distribution == "beta":  # axes are independent
+        highest = grid[decision.log_density(torch.linspace(0.001, 0.999, 2001)[:, None]).argmax(0), [0, 1]]
+    else:  # of a squashed Gaussian, the mode before squashing is the median after it
+        highest = decision.sample((20_001,)).squeeze(1).median(0).values
+    torch.testing.assert_close(torch.from_numpy(agent.act()), highest, rtol=0.0, atol=0.03)
+    with pytest.raises(ValueError, match="a decision of kind Independent has no mode"):
+        Agent(model, RandomPolicy(model.actions), greedy=True).act()
+
+
+def test_impossible_decisions_are_refused():
+    def deciding(decision):
+        return Agent(Sail(), lambda history: decision, seed=0, likelihood="ekf").act()
+
+    assert deciding(torch.tensor([[0.5, 1.0]])).tolist() == [0.5, 1.0]
+    with pytest.raises(ValueError, match=r"policy.* within Box"):
+        deciding(torch.tensor([[0.5, 4.0]]))
+    with pytest.raises(ValueError, match=r"policy.* within Box"):
+        deciding(torch.tensor([[torch.nan, 1.0]]))
+    with pytest.raises(ValueError, match=r"an action of shape \[1, 2\]"):
+        deciding(torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"policy.* 0 to 2"):
+        Agent(LightDark(), lambda history: torch.tensor([3]), seed=0).act()

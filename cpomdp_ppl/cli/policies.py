@@ -135,4 +135,4 @@ def _users_own(spec: str) -> Recipe:
         ) from error
 
 
-RANDOM = Recipe(lambda model, budget: RandomPolicy(model.num_actions))
+RANDOM = Recipe(lambda model, budget: RandomPolicy(model.actions))

@@ -205,7 +205,8 @@ def _require_alike(model: CPOMDP, believed: Any) -> None:
     """Raise unless one model can be mistaken for the other."""
     require(isinstance(believed, CPOMDP), "believed", believed, "an instance of a CPOMDP")
     believed.require_definition()
-    for what in ("num_contexts", "num_actions"):
+    kind = "num_actions" if model.box is None and believed.box is None else "box"
+    for what in ("num_contexts", kind, "can_end"):
         mine, other = getattr(model, what), getattr(believed, what)
         require(mine == other, "believed", f"{what} = {other}", f"{what} = {mine}, as the model has")
     shapes, others = (

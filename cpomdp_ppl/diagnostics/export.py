@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from cpomdp_ppl.policy import Percept
     from cpomdp_ppl.state import State
 
-TAKEN = frozenset({"chain", "draw", "episode", "time", "context", "action", "context_index", "is_context"})
+ACTION_AXIS = "action_axis"
+"""The axis of datasets along which continuous actions have their numbers."""
+
+AXES = ("chain", "draw", "episode", "time", "context", "action", ACTION_AXIS)
+TAKEN = frozenset({*AXES, "context_index", "is_context"})
 """Names that a state component or an observation site cannot have in a dataset."""
 
 
@@ -77,12 +81,11 @@ def observed_data(episodes: Episodes, coordinates: Mapping[str, Any]) -> xr.Data
 
 def constant_data(model: CPOMDP, episodes: Episodes, coordinates: Mapping[str, Any]) -> xr.Dataset:
     """What else is known about episodes: actions, lengths, what was observed when, and the hidden truth."""
-    B, T = episodes.actions.shape
-    taken = torch.arange(T, device=episodes.device) < episodes.lengths[:, None]
-    actions = torch.full((B, T + 1), -1)
-    actions[:, :T] = torch.where(taken, episodes.actions, -1)
+    T, taken = episodes.horizon, actions_taken(episodes)
+    none = torch.full_like(taken[:, :1], torch.nan if taken.is_floating_point() else -1)
+    names = axis_names(model)
     arrays: dict[str, tuple[tuple[str, ...], Any]] = {
-        "actions": (("episode", "time"), actions),
+        "actions": (("episode", "time", *names), torch.cat([taken, none], 1)),
         "length": (("episode",), episodes.lengths),
     }
     for site, (_, flags) in observations_in_time(episodes).items():
@@ -99,7 +102,20 @@ def constant_data(model: CPOMDP, episodes: Episodes, coordinates: Mapping[str, A
     if episodes.returns is not None:
         arrays["returns"] = ("episode",), episodes.returns
     arrays = {name: (dims, values.cpu().numpy()) for name, (dims, values) in arrays.items()}
-    return dataset_of(arrays, coordinates).assign_coords(action=np.array(model.action_names))
+    dataset = dataset_of(arrays, {**coordinates, **names})
+    return dataset if names else dataset.assign_coords(action=np.array(model.action_names))
+
+
+def actions_taken(episodes: Episodes) -> Tensor:
+    """Actions `[B, T]`, -1 past the end of an episode; or `[B, T, D]`, NaN there."""
+    if episodes.actions.is_floating_point():
+        return with_nan(episodes.actions, episodes.alive)
+    return torch.where(episodes.alive, episodes.actions, -1)
+
+
+def axis_names(model: CPOMDP) -> dict[str, Any]:
+    """What the axes of continuous actions are called, as a coordinate; none, if actions are finitely many."""
+    return {} if model.box is None else {ACTION_AXIS: np.array(model.box.names)}
 
 
 def component(path: str) -> str:
@@ -262,7 +278,9 @@ class Export:
     def _before(self, piece: _Piece) -> None:
         """Draw what is hidden, and what would be seen, given nothing but the actions."""
         M, B, T = self.draws, len(piece.episodes), piece.episodes.horizon
-        actions, lengths = piece.episodes.actions.repeat(M, 1), piece.episodes.lengths.repeat(M)  # of M·B
+        actions = torch.cat([piece.episodes.actions] * M)  # of M·B
+        alive = torch.cat([piece.episodes.alive] * M)
+        going_on = torch.ones_like(alive[:, 0])  # whether the drawn episode is, however long the true one was
         with inference_scope(self.model, seed_for(self.seed, BEFORE, piece.start)):
             programs = self.programs
             context = _indices(piece.prior, M)  # [M, B]
@@ -271,9 +289,10 @@ class Export:
             path, percepts = [state], [programs.observe(state, c)] if self.first == 0 else []
             for t in range(T):
                 step = programs.step(state, actions[:, t], c)
-                state = map_state(partial(_where, t < lengths), step.state, state)
+                state = map_state(partial(_where, alive[:, t] & going_on), step.state, state)
                 path.append(state)
-                percepts.append(step.percept)
+                percepts.append(step.percept if step.ended is None else step.percept.only(going_on))
+                going_on = going_on if step.ended is None else going_on & ~step.ended
         states = map_state(lambda *x: torch.stack(x, 1).unflatten(0, (M, B)), *path)  # [M, B, T+1, …]
         self._put_joint(self.prior_draws, _Joint(context, states), 0, piece)
         self._put_observations(self.prior_predictive, _in_time(percepts, M, B), 0, piece)
@@ -284,7 +303,7 @@ class Export:
         percepts = []
         for t in range(self.first, some.horizon + 1):
             state = map_state(lambda leaf, t=t: leaf[:, :, t].flatten(0, 1), joint.state)  # [M·B, …]
-            action = some.actions[:, t - 1].repeat(M) if t else None
+            action = torch.cat([some.actions[:, t - 1]] * M) if t else None
             percepts.append(self.programs.observe(state, joint.context.flatten(), action))
         return _in_time(percepts, M, B)
 

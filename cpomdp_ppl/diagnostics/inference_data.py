@@ -58,14 +58,16 @@ def to_inference_data(
       under its name (`state` if it has none), `[chain, draw, episode, time, …]`. The prior has one chain.
     - `posterior_predictive` and `prior_predictive`: observations by site, `[chain, draw, episode, time, …]`,
       drawn from the observation program at the drawn states and contexts, for the actions of the episodes;
-      NaN where the program hides them, or the episode has none. Times are 1 … T, or 0 … T if the model
-      observes before acting.
+      NaN where the program hides them, or the episode has none; in the prior, also after the end that a draw
+      has of its own. Times are 1 … T, or 0 … T if the model observes before acting.
     - `log_likelihood`: `increment` `[chain, draw, step]` is `log p(o_{t+1} | h_t, a_t, c)` at the drawn
       context, states integrated out. A step is an episode (`step_episode`) and a time (`step_time`) at
       which anything was seen.
-    - `observed_data`: observations by site, `[episode, time, …]`, NaN where there are none.
-    - `constant_data`: `actions`, taken at each time (-1 for none), `length`, `observed_<site>`; and where the
-      episodes know them `true_context`, `true_<component>` and `returns`.
+    - `observed_data`: observations by site, `[episode, time, …]`, NaN where there are none. If episodes may
+      end, `ended` is one of the sites, there and in the predictive groups.
+    - `constant_data`: `actions`, taken at each time (-1 for none), or if they are continuous `[episode, time,
+      action_axis]`, NaN for none; `length`, `observed_<site>`; and where the episodes know them
+      `true_context`, `true_<component>` and `returns`.
     - `sample_stats`, of each chain's run and so without draws: `increment` of what was seen at each time
       `[chain, episode, time, context]`; `log_likelihood` `[chain, episode, context]`; `evidence`, that is
       `log Σ_c P(c) p(y | c)`, `[chain, episode]`; `context_probability` `P(c | o_{0:t})`

@@ -245,7 +245,7 @@ class _Chunk:
         contexts, states = self.draw(track, seen.time - 1, rows)
         percept = self.next_percept(
             map_state(lambda leaf: leaf.flatten(0, 1), states),
-            None if seen.action is None else seen.action[rows].repeat_interleave(M),
+            None if seen.action is None else seen.action[rows].repeat_interleave(M, 0),
             contexts.flatten(),
         )
         for name, draws in percept.observations.items():
@@ -262,9 +262,14 @@ class _Chunk:
 
 
 def _times(signature: Signature, episodes: Episodes) -> dict[Component, Tensor]:
-    """At which time each component is looked at in each episode, `[B, K]`, by kind and name; -1 for never."""
-    B, T = episodes.actions.shape
+    """At which time each component is looked at in each episode, `[B, K]`, by kind and name; -1 for never.
+
+    States of an episode that is over by then are looked at where it ended: that it is over depends on nothing
+    that comes later, so that ranks are still uniform.
+    """
+    B, T = episodes.actions.shape[:2]
     t = torch.randint(1, T + 1, (B, 1), device=episodes.device)
+    t = torch.minimum(t, episodes.lengths[:, None])
     times: dict[Component, Tensor] = {
         ("states", name): t.expand(-1, leaf.shape.numel()) for name, leaf in leaves(signature.state)
     }

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.context import entropy
-from cpomdp_ppl.diagnostics.export import dataset_of, further_dims, with_nan
+from cpomdp_ppl.diagnostics.export import (
+    ACTION_AXIS,
+    actions_taken,
+    axis_names,
+    dataset_of,
+    further_dims,
+    with_nan,
+)
 from cpomdp_ppl.diagnostics.inference_data import wrapped
 from cpomdp_ppl.errors import require, require_count
 from cpomdp_ppl.inference.filtering import log_normalised
@@ -173,8 +180,9 @@ class Run:
 
         `posterior` has draws of the context, `context_index` `[chain, draw, run, episodes_lived]` and
         `is_context` `[chain, draw, run, episodes_lived, context]`, whose mean over draws is `P(C | H_k)`;
-        `observed_data` has actions `[run, episode, time]` and observations by site
-        `[run, episode, time, …]`, NaN where nothing was seen; `run` has what `to_dataset` gives.
+        `observed_data` has actions `[run, episode, time]`, or `[run, episode, time, action_axis]` if
+        they are continuous, and observations by site `[run, episode, time, …]`, NaN where nothing was seen;
+        `run` has what `to_dataset` gives.
 
         Args:
             chains: How many chains of draws; they differ in the draws alone.
@@ -200,22 +208,24 @@ class Run:
     def _observed(self) -> xr.Dataset:
         R, K = self.returns.shape
         T = max((batch.horizon for batch in self.episodes), default=0)
-        actions = np.full((R, K, T), -1)  # -1: nothing was done
+        box = self.model.box
+        actions = np.full((R, K, T), -1) if box is None else np.full((R, K, T, box.dim), np.nan)
         sites = {
             name: np.full((R, K, T, *values.shape[2:]), np.nan)
             for name, values in (self.episodes[0].observations.items() if self.episodes else ())
         }
         for k, batch in enumerate(self.episodes):
             rows, steps = self.played[:, k].cpu().numpy(), batch.horizon
-            alive = np.arange(steps) < batch.lengths.cpu().numpy()[:, None]
-            actions[rows, k, :steps] = np.where(alive, batch.actions.cpu().numpy(), -1)
+            actions[rows, k, :steps] = actions_taken(batch).cpu().numpy()
             for name, values in batch.observations.items():
                 sites[name][rows, k, :steps] = with_nan(values, batch.observed[name]).cpu().numpy()
         axes = ("run", "episode", "time")
-        variables: dict[str, Any] = {"action": (axes, actions)}
+        own = () if box is None else (ACTION_AXIS,)
+        variables: dict[str, Any] = {"action": ((*axes, *own), actions)}
         for name, series in sites.items():
             variables[name] = ((*axes, *further_dims(name, series.ndim - 3)), series)
-        return dataset_of(variables, {"episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)})
+        coordinates = {"episode": np.arange(1, K + 1), "time": np.arange(1, T + 1)}
+        return dataset_of(variables, coordinates | axis_names(self.model))
 
     def plot(self, optima: Sequence[float] | Tensor | Optima | None = None) -> Figure:
         """A figure of cumulative regret, or of returns where regret is not known, and of the posterior.

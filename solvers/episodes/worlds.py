@@ -16,7 +16,7 @@ from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import invalid, require
 from cpomdp_ppl.inference.persistence import filtered
 from cpomdp_ppl.rng import seed_for
-from cpomdp_ppl.signature import signature
+from cpomdp_ppl.signature import ENDED, signature
 from solvers.regret.values import FILTER, POLICY, played
 
 if TYPE_CHECKING:
@@ -33,10 +33,14 @@ class Environment(Protocol):
         """Begin an episode: an observation, or one and a dict of information."""
         ...
 
-    def step(self, action: int) -> tuple[Any, ...]:
+    def step(self, action: Any) -> tuple[Any, ...]:
         """Act: an observation, the reward, whether the episode is over, and anything after that.
 
-        With five things, as in Gymnasium, the third and the fourth both say whether it is over.
+        With five things, as in Gymnasium, the third and the fourth both say whether it is over. Actions are
+        indices; continuous ones are arrays `[D]`.
+
+        Of a model whose episodes may end, the third says whether this one has; at the horizon, only one of
+        five does. An observation that has the site `ended` knows better.
         """
         ...
 
@@ -152,16 +156,21 @@ class UserEnvironments:
         if agent.model.initial_observation:
             observations, observed = seen_by(agent.model, first)
             agent.observe(observations, observed=observed)
-        earned, over = 0.0, False
-        while not over and agent.time < agent.model.horizon:
+        earned, worth, over = 0.0, 1.0, False
+        while not over:
             outcome = environment.step(agent.act())
             proper = isinstance(outcome, tuple) and len(outcome) >= 3
             require(proper, "environment", outcome, "`step` to return observation, reward, over, …")
             observation, reward, *rest = outcome
-            over = bool(rest[0]) or (len(rest) == 3 and bool(rest[1]))
+            ended, gymnasium = bool(rest[0]), len(rest) == 3
             observations, observed = seen_by(agent.model, observation)
+            if agent.model.can_end and not observed.get(ENDED, False):
+                last = agent.time + 1 == agent.model.horizon  # where all are over, and few have ended
+                observations[ENDED], observed[ENDED] = ended, gymnasium or not (last and ended)
             agent.observe(observations, observed=observed)
-            earned += _number(reward, "`step` to return a number as the reward, or None")
+            over = agent.over or ended or (gymnasium and bool(rest[1]))
+            earned += worth * _number(reward, "`step` to return a number as the reward, or None")
+            worth *= agent.model.discount
         return earned
 
     def _require_same_context(self, info: Mapping[str, Any], row: int) -> None:
@@ -213,15 +222,16 @@ def seen_by(model: CPOMDP, observation: Any) -> tuple[dict[str, Any], dict[str, 
     """What an environment shows, by the model's sites, and which of it counts.
 
     An observation has values by site, as the model's program would sample them; `<site>_seen`, if it is
-    there, says which of them count, and whatever else there is is ignored. For a model with one site it may
-    be the bare value. What is None or NaN was not seen.
+    there, says which of them count, and whatever else there is is ignored. For a model with one site, besides
+    `ended`, it may be the bare value. What is None or NaN was not seen.
     """
     sites = signature(model).observations
     if observation is None:
         return {}, {}
     if not isinstance(observation, Mapping):
-        require(len(sites) == 1, "environment", observation, f"observations by site, out of {list(sites)}")
-        observation = dict.fromkeys(sites, observation)
+        bare = [name for name in sites if name != ENDED]
+        require(len(bare) == 1, "environment", observation, f"observations by site, out of {list(sites)}")
+        observation = dict.fromkeys(bare, observation)
     foreign = bool(observation) and not any(name in sites for name in observation)
     require(not foreign, "environment", sorted(map(str, observation)), f"observations of {list(sites)}")
     values, observed = {}, {}
@@ -260,4 +270,5 @@ def _as_episode(agent: Agent) -> Episodes:
         observed={site: flags[:, 1:] for site, flags in history.observed.items()},
         initial_observations=first.observations if asked else None,
         initially_observed=first.observed if asked else None,
+        discount=agent.model.discount,
     )
