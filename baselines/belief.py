@@ -69,8 +69,10 @@ class Memory:
         """What actions `[B, …]` earn, `[B]`, on average over contexts and particles."""
         return (self.log_posterior.exp() * programs.expected_reward(self.belief, actions).T).sum(1)
 
-    def rows(self, index: Tensor) -> Memory:
-        """The memories of some of the episodes."""
+    def rows(self, index: Tensor | None) -> Memory:
+        """The memories of some of the episodes; None for all."""
+        if index is None:
+            return self
         belief = map_belief(lambda leaf: leaf.index_select(1, index), self.belief)
         return Memory(belief, self.prior[index], self.log_likelihood[index])
 
@@ -82,15 +84,18 @@ class Memory:
             yield Memory(belief, self.prior[rows], self.log_likelihood[rows])
 
 
-def decided_by(decide: Callable[[Memory], Tensor], model: CPOMDP, history: History, memory: Memory) -> Tensor:
-    """What a planner decides, `[B, …]`, by what it remembers; for episodes that are over, anything."""
+def decided(model: CPOMDP, history: History, decide: Callable[[Tensor | None], Tensor]) -> Tensor:
+    """What is decided in the episodes that go on, `[B, …]`; in those that are over, it means nothing.
+
+    `decide` takes the numbers of n episodes, `[n]`, or None for all, and returns their actions, `[n, …]`.
+    """
     alive = history.alive
     if alive is None:
-        return decide(memory)
+        return decide(None)
     actions = some_action(model, alive.shape).clone()
     rows = alive.nonzero()[:, 0]
     if len(rows):
-        actions[rows] = decide(memory.rows(rows))
+        actions[rows] = decide(rows)
     return actions
 
 

@@ -8,6 +8,7 @@ from baselines import rdpg
 from baselines.pft import PFT
 from baselines.qmdp import QMDP
 from baselines.simple import Always, MostLikelyContext, ThompsonSampling
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.cli.policies import Budget, Recipe
 from cpomdp_ppl.rollout import simulate
 
@@ -20,8 +21,11 @@ TRIALS = 500
 
 
 def best_repeated(model: CPOMDP, seed: int) -> list[Always]:
-    """For each context, the action that earns most there if nothing else is ever done."""
-    always = [Always(model, action) for action in range(model.num_actions)]
+    """For each context, the action that earns most there if nothing else is ever done.
+
+    Of continuous actions, one of the `probes`.
+    """
+    always = [Always(model, action) for action in probes(model)]
     best = []
     for c in range(model.num_contexts):
         # The same world for every action.

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.actions import as_actions, probes, require_actions, some_action
+from baselines.simple import Action, as_action
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.errors import require
 from cpomdp_ppl.inference.observed import axes
 from cpomdp_ppl.rollout import as_reward
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from cpomdp_ppl.inference import SMC
     from cpomdp_ppl.model import CPOMDP
 
-Action: TypeAlias = int | str | Sequence[float]
-"""An action by index or name, or the numbers of a continuous one."""
 Commitment: TypeAlias = Action | Callable[[int], Action]
 """An action to repeat until the end, or a function from the time to one."""
 
@@ -41,14 +40,8 @@ def plans(model: CPOMDP, commitments: Sequence[Commitment] | None) -> Tensor:
     many = isinstance(commitments, Sequence) and not isinstance(commitments, str) and len(commitments) > 0
     require(many, "commitments", commitments, "a sequence of actions, or of functions from the time to one")
 
-    def action(given: Any) -> Tensor:
-        one = as_actions("commitments", given, model)
-        require(one.shape == some_action(model).shape, "commitments", given, "single actions")
-        require_actions("commitments", one, model)
-        return one
-
-    rows = [[action(g(t) if callable(g) else g) for t in range(T)] for g in commitments]
-    return torch.stack([torch.stack(row) for row in rows])
+    rows = [[g(t) if callable(g) else g for t in range(T)] for g in commitments]
+    return torch.stack([torch.stack([as_action("commitments", model, one) for one in row]) for row in rows])
 
 
 def returns_of(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from baselines.belief import Memory, conditioned, decided_by
+from baselines.belief import Memory, conditioned, decided
 from baselines.commitments import Commitment, plans, play, returns_after, returns_of
 from cpomdp_ppl.actions import random_actions
 from cpomdp_ppl.arrays import how_many_fit
@@ -144,11 +144,11 @@ class PFT:
         memory = memory.caught_up(self.model, history, self.seed)
         size = self._episodes_at_once() if self.chunk is None else self.chunk
 
-        def best(memory: Memory) -> Tensor:
-            trees = (self.search(part, t, number) for number, part in enumerate(memory.parts(size)))
-            return torch.cat([tree.most_visited() for tree in trees])
+        def best(rows: Tensor | None) -> Tensor:
+            parts = memory.rows(rows).parts(size)
+            return torch.cat([self.search(part, t, n).most_visited() for n, part in enumerate(parts)])
 
-        return decided_by(best, self.model, history, memory), memory
+        return decided(self.model, history, best), memory
 
     def search(self, memory: Memory, time: int, chunk: int = 0) -> Tree:
         """The trees after all simulations, from beliefs held at a time; chunks draw different numbers."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baselines.belief import decided
 from baselines.binning import UNSEEN, Binning
 from baselines.pomdp_py_adapter import (
     Choices,
@@ -34,6 +35,7 @@ from cpomdp_ppl.arrays import pieces
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ParticleFilter, PerceptDensity, inference_scope
+from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import require_seed, seed_for
@@ -42,7 +44,7 @@ from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import map_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pomdp_py
     from numpy.typing import NDArray
@@ -190,10 +192,17 @@ class POUCT(_TreeSearch):
         if t > 0 or self.model.initial_observation:
             seen = history.latest
             online.observe(seen.action, seen.observations, seen.observed)
+
+        def best(rows: Tensor | None) -> Tensor:
+            belief, posterior = online.belief, online.posterior
+            if rows is not None:
+                belief = map_belief(lambda leaf: leaf.index_select(1, rows), belief)
+                posterior = posterior[rows]
+            roots = self._roots(belief, posterior, t)
+            return self._plan([agent(root, self.model.horizon, self.choices) for root in roots], t)
+
         with inference_scope(self.model, seed_for(self.seed, 2, t)):
-            roots = self._roots(online.belief, online.posterior, t)
-            agents = [agent(root, self.model.horizon, self.choices) for root in roots]
-            return self._plan(agents, t), online
+            return decided(self.model, history, best), online
 
     def _roots(self, cloud: Cloud, posterior: Tensor, time: int) -> Iterator[pomdp_py.Particles]:
         """Draw states and contexts for every episode."""
@@ -283,17 +292,21 @@ class POMCP(_TreeSearch):
         """Go down the tree to what was seen, and search on from there; actions `[B]` and the trees."""
         t = history.time
         with inference_scope(self.model, seed_for(self.seed, 2, t)):
-            programs = Generative(self.model)
-            symbols = self.binning.symbols(history.latest)
+            programs, alive = Generative(self.model), history.alive
+            going_on = torch.arange(len(memory.prior)) if alive is None else alive.nonzero()[:, 0]
+            symbols = self.binning.symbols(history.latest, going_on)
+            lost: list[int] = []
             if t == 0:
                 memory, lost = self._plant(programs, memory, symbols)
-            else:
-                lost = self._descend(programs, memory.agents, history.latest, symbols, t)
+            agents = {b: memory.agents[b] for b in going_on.tolist()}
+            if t > 0:
+                lost = self._descend(programs, agents, history.latest, symbols, t)
             if t > 0 or self.model.initial_observation:
                 self._count(memory, symbols, lost)
             deprived = memory.deprived.copy()
             deprived[lost] = True
-            return self._plan(memory.agents, t), replace(memory, deprived=deprived)
+            actions = decided(self.model, history, lambda _: self._plan([*agents.values()], t))
+            return actions, replace(memory, deprived=deprived)
 
     def _count(self, memory: Trees, symbols: list[Symbol], lost: list[int]) -> None:
         self.deprivation.updates += len(symbols)
@@ -329,19 +342,22 @@ class POMCP(_TreeSearch):
     def _descend(
         self,
         programs: Generative,
-        agents: tuple[pomdp_py.Agent, ...],
+        agents: Mapping[int, pomdp_py.Agent],
         seen: Percept,
         symbols: list[Symbol],
         time: int,
     ) -> list[int]:
-        """Bring trees and beliefs up to date. Returns the episodes whose belief was lost, and replaced."""
+        """Bring trees and beliefs up to date, in some of the episodes, by their numbers.
+
+        Returns those whose belief was lost, and replaced.
+        """
         assert seen.action is not None
-        before = [each.belief for each in agents]
-        lost = []
+        before = {b: each.belief for b, each in agents.items()}
+        actions, lost = seen.action.tolist(), []
         updating = self._planner(time)
         with redirect_stdout(io.StringIO()):  # pomdp-py reports when it fills up particles
-            for b, (each, a, symbol) in enumerate(zip(agents, seen.action.tolist(), symbols, strict=True)):
-                choice = self.choices.choices[a]
+            for (b, each), symbol in zip(agents.items(), symbols, strict=True):
+                choice = self.choices.choices[actions[b]]
                 each.update_history(choice, symbol)
                 try:
                     updating.update(each, choice, symbol)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.special import entr
 
-from baselines.belief import Memory, conditioned, decided_by
+from baselines.belief import Memory, conditioned, decided
 from baselines.commitments import Commitment, going_on, plans, returns_of
 from cpomdp_ppl.actions import require_finite_actions
 from cpomdp_ppl.arrays import how_many_fit
@@ -113,13 +113,14 @@ class QMDP:
         memory = memory.caught_up(self.model, history, self.seed)
         price = self.temperature / self.model.discount**t
 
-        def best(memory: Memory) -> Tensor:
-            values = self.values(memory, t)
+        def best(rows: Tensor | None) -> Tensor:
+            some = memory.rows(rows)
+            values = self.values(some, t)
             if price > 0:
-                values += price * self.information(memory, t)
+                values += price * self.information(some, t)
             return values.argmax(1)
 
-        return decided_by(best, self.model, history, memory), memory
+        return decided(self.model, history, best), memory
 
     def values(self, memory: Memory, time: int) -> Tensor:
         """What QMDP thinks of every action, without the information: Q for τ = 0, float64 `[B, A]`."""

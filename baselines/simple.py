@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from cpomdp_ppl.arrays import as_indices
+from cpomdp_ppl.actions import as_actions, require_actions, some_action
+from cpomdp_ppl.arrays import on_the_right
 from cpomdp_ppl.errors import require, require_count, require_model
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import action_probabilities, as_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from cpomdp_ppl import CPOMDP
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.inference.online import OnlineFilter
     from cpomdp_ppl.policy import Decision, History, Policy
+
+Action: TypeAlias = int | str | Sequence[float] | Tensor
+"""An action by index or name, or the numbers of a continuous one."""
 
 
 class Always:
@@ -29,7 +32,7 @@ class Always:
 
     Args:
         model: The CPOMDP.
-        action: By index or name.
+        action: By index or name, or as D numbers.
 
     Examples:
         >>> from cpomdp_ppl import simulate
@@ -38,12 +41,12 @@ class Always:
         tensor([1])
     """
 
-    def __init__(self, model: CPOMDP, action: int | str) -> None:
+    def __init__(self, model: CPOMDP, action: Action) -> None:
         self.action = as_action("action", model, action)
 
     def start(self, prior: Tensor) -> Tensor:
         """The actions, which never change."""
-        return torch.full(prior.shape[:1], self.action, device=prior.device)
+        return repeated(self.action, len(prior))
 
     def act(self, history: History, memory: Tensor) -> tuple[Decision, Tensor]:
         """That action."""
@@ -111,7 +114,7 @@ class ByContext(Tracking):
 
     def decide(self, online: OnlineFilter, history: History, memory: list[Any]) -> tuple[Decision, list[Any]]:
         """As the policy of the picked context does."""
-        return decide_by(self.pick(online.posterior), self.policies, history, memory, self.model.num_actions)
+        return decide_by(self.model, self.pick(online.posterior), self.policies, history, memory)
 
     @abstractmethod
     def pick(self, posterior: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ class ContextKnown:
 
     def __init__(self, model: CPOMDP, policies: Sequence[Policy | Callable[[History], Decision]]) -> None:
         require_model(model)
-        self.num_actions = model.num_actions
+        self.model = model
         self.policies = as_policies(model, policies)
 
     def start(self, prior: Tensor) -> tuple[Tensor, list[Any]]:
@@ -173,7 +176,7 @@ class ContextKnown:
     def act(self, history: History, memory: tuple[Tensor, list[Any]]) -> tuple[Decision, Any]:
         """As the policy of the context does."""
         context, memories = memory
-        decision, memories = decide_by(context, self.policies, history, memories, self.num_actions)
+        decision, memories = decide_by(self.model, context, self.policies, history, memories)
         return decision, (context, memories)
 
 
@@ -209,7 +212,7 @@ class ApproachObserveCommit(Tracking):
 
     Args:
         model: The CPOMDP.
-        approach: The action to begin with.
+        approach: The action to begin with, by index or name, or as D numbers.
         steps: How often.
         observe: The action that looks.
         commit: For each context, the action to take for good once the agent is sure of it.
@@ -231,10 +234,10 @@ class ApproachObserveCommit(Tracking):
     def __init__(
         self,
         model: CPOMDP,
-        approach: int | str,
+        approach: Action,
         steps: int,
-        observe: int | str,
-        commit: Sequence[int | str],
+        observe: Action,
+        commit: Sequence[Action],
         confidence: float = 0.9,
         likelihood: str | Backend | None = None,
         seed: int = 0,
@@ -245,7 +248,7 @@ class ApproachObserveCommit(Tracking):
         self.observe = as_action("observe", model, observe)
         C = model.num_contexts
         require(len(commit) == C, "commit", commit, f"an action for each of {C} contexts")
-        self.commit = torch.tensor([as_action("commit", model, action) for action in commit])
+        self.commit = torch.stack([as_action("commit", model, action) for action in commit])
         require(0 < confidence < 1, "confidence", confidence, "between 0 and 1")
         self.confidence = confidence
 
@@ -256,32 +259,42 @@ class ApproachObserveCommit(Tracking):
     def decide(self, online: OnlineFilter, history: History, memory: Tensor) -> tuple[Decision, Tensor]:
         """Approach, observe, or what it has committed to."""
         if history.time < self.steps:
-            return torch.full_like(memory, self.approach), memory
+            return repeated(self.approach, len(memory)), memory
         likely, context = online.posterior.max(-1)
         memory = torch.where((memory < 0) & (likely > self.confidence), context, memory)
-        committed = self.commit.to(memory.device)[memory.clamp(min=0)]
-        return torch.where(memory < 0, self.observe, committed), memory
+        committed = self.commit[memory.clamp(min=0)]
+        return torch.where(on_the_right(memory < 0, committed), self.observe, committed), memory
 
 
 def decide_by(
-    context: Tensor, policies: Sequence[Policy], history: History, memories: list[Any], num_actions: int
+    model: CPOMDP, context: Tensor, policies: Sequence[Policy], history: History, memories: list[Any]
 ) -> tuple[Decision, list[Any]]:
-    """Let every policy decide, and take in each episode `[B]` the decision of its context's policy."""
+    """Let every policy decide, and take in each episode `[B]` the decision of its context's policy.
+
+    Continuous actions are drawn before one is taken.
+    """
     decided = [policy.act(history, memory) for policy, memory in zip(policies, memories, strict=True)]
-    each = torch.stack([action_probabilities(decision, num_actions) for decision, _ in decided])  # [C, B, A]
-    chosen = each[context, torch.arange(len(context), device=context.device)]
-    return dist.Categorical(probs=chosen), [memory for _, memory in decided]
+    decisions, memories = [decision for decision, _ in decided], [memory for _, memory in decided]
+    episode = torch.arange(len(context), device=context.device)
+    if model.box is not None:
+        drawn = [each if isinstance(each, Tensor) else each.sample() for each in decisions]
+        return torch.stack(drawn)[context, episode], memories
+    each = torch.stack([action_probabilities(decision, model.num_actions) for decision in decisions])
+    return dist.Categorical(probs=each[context, episode]), memories  # each is [C, B, A]
 
 
-def as_action(argument: str, model: CPOMDP, action: int | str) -> int:
-    """An action's index, by index or name."""
+def as_action(argument: str, model: CPOMDP, action: Any) -> Tensor:
+    """A single action, by index or name, or as D numbers: `[]` or `[D]`."""
     require_model(model)
-    index = as_indices(argument, action, model.action_names)
-    proper = index.dim() == 0 and 0 <= int(index) < model.num_actions
-    require(
-        proper, argument, action, f"an index below {model.num_actions}, or one of {list(model.action_names)}"
-    )
-    return int(index)
+    one = as_actions(argument, action, model)
+    require(one.shape == some_action(model).shape, argument, action, "a single action")
+    require_actions(argument, one, model)
+    return one
+
+
+def repeated(action: Tensor, num_episodes: int) -> Tensor:
+    """A single action for each of B episodes, `[B]` or `[B, D]`."""
+    return action.expand(num_episodes, *action.shape)
 
 
 def as_policies(model: CPOMDP, policies: Sequence[Policy | Callable[[History], Decision]]) -> list[Policy]:
