@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 EDGE = 1e-6
 """How near a draw comes to the faces of the box, as a share of its width: further out densities are lost."""
 SMALLEST_LOG_SD, LARGEST_LOG_SD = -5.0, 1.0
+FURTHEST_MEAN = 5.0
+"""Of a Gaussian before it is squashed: further out, draws are at the edge, with densities not theirs."""
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(16)
 """Of Gauss–Hermite quadrature, for means under a normal distribution."""
 
@@ -115,7 +117,8 @@ class SquashedGaussian(BoxDistribution):
     def of(cls, box: Box, outputs: Tensor) -> SquashedGaussian:
         """Means, and logarithms of standard deviations."""
         mean, log_sd = outputs.chunk(2, -1)
-        return cls(box, mean, log_sd.clamp(SMALLEST_LOG_SD, LARGEST_LOG_SD).exp())
+        sd = _bounded(log_sd, SMALLEST_LOG_SD, LARGEST_LOG_SD).exp()
+        return cls(box, _bounded(mean, -FURTHEST_MEAN, FURTHEST_MEAN), sd)
 
     @property
     def mode(self) -> Tensor:
@@ -172,13 +175,16 @@ class ScaledBeta(BoxDistribution):
 
     @property
     def beta(self) -> torch.distributions.Beta:
-        """The distribution of the share of the width."""
-        return torch.distributions.Beta(self.first, self.second, validate_args=False)
+        """The distribution of the share of the width; in single precision, high densities are nats off."""
+        return torch.distributions.Beta(self.first.double(), self.second.double(), validate_args=False)
 
     @property
     def mode(self) -> Tensor:
-        """Where the density is highest."""
-        return self.low + self.width * (self.first - 1) / (self.first + self.second - 2)
+        """Where the density is highest; in the middle, if it is so everywhere."""
+        above, below = self.first - 1, self.second - 1
+        total = above + below
+        share = torch.where(total > 0, above / torch.where(total > 0, total, 1.0), 0.5)
+        return self.low + self.width * share
 
     def near(self, previous: Tensor, persistence: float) -> ScaledBeta:
         """The product with a Beta distribution around previous actions."""
@@ -191,16 +197,17 @@ class ScaledBeta(BoxDistribution):
 
     def share(self, sample_shape: torch.Size) -> Tensor:
         """Draws of the Beta distribution."""
-        return self.beta.rsample(sample_shape)
+        draw: Tensor = self.beta.rsample(sample_shape).to(self.first)
+        return draw
 
     def log_density(self, share: Tensor) -> Tensor:
         """Of the Beta distribution."""
-        log_density: Tensor = self.beta.log_prob(share)
+        log_density: Tensor = self.beta.log_prob(share.double()).to(self.first)
         return log_density
 
     def axis_entropy(self) -> Tensor:
         """Of the Beta distribution."""
-        entropy: Tensor = self.beta.entropy()
+        entropy: Tensor = self.beta.entropy().to(self.first)
         return entropy
 
 
@@ -218,6 +225,11 @@ def as_family(box: Box | None, distribution: str | None) -> type[BoxDistribution
     if name not in FAMILIES:
         raise invalid("distribution", distribution, f"None, or a name out of {list(FAMILIES)}")
     return FAMILIES[name]
+
+
+def _bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """Numbers between two bounds, the same near 0; unlike those that are clamped, they find back inside."""
+    return torch.where(x > 0, high * (x / high).tanh(), low * (x / low).tanh())
 
 
 def _before_squashing(share: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ class Exploring:
             log_probs, entropies = tends.log_prob(actions), tends.entropy()
             if self.chance:
                 evenly = math.log(self.chance) - float(tends.width.log().sum())
-                own = log_probs + math.log1p(-self.chance)
+                own = log_probs + (math.log1p(-self.chance) if self.chance < 1 else -math.inf)
                 log_probs = torch.logaddexp(own, torch.full_like(own, evenly))
             return log_probs, entropies
         log_policy = self.log_probs(leaning, previous)  # […, A]
