@@ -49,6 +49,10 @@ class Inputs:
     by_context: Tensor  # what is believed under each of them, […, K, F]
     overall: Tensor  # what is believed over all, […, G]
 
+    def rows(self, index: Tensor) -> Inputs:
+        """Those of some episodes."""
+        return Inputs(*(getattr(self, name)[index] for name in Inputs.__annotations__))
+
     @staticmethod
     def stack(series: list[Inputs]) -> Inputs:
         """Inputs `[B, T, …]` from those of T times, `[B, …]`."""

@@ -281,6 +281,7 @@ class Practice:
         assert batch.inputs is not None
         leaning, values = self.policy.decide(batch.inputs), self.policy.values(batch.inputs)
         log_probs, entropies = self.acting.evaluate(leaning, batch.episodes.actions, batch.previous)
+        log_probs = torch.where(batch.alive, log_probs, 0.0)  # others may be ruled out, and 0 · inf is NaN
         return Decisions(batch, log_probs, entropies, values, None, None)
 
     def _lucky_actions(self, size: float) -> tuple[Inputs, Tensor, Tensor, Tensor]:

@@ -35,6 +35,9 @@ STEPS = 8
 """Gradient steps after each batch."""
 NEARLY = 0.05
 """Continuous actions that differ by no more than this share of the box are nearly the same."""
+INSIDE = 0.01
+"""Actions are learned as if they were no nearer to the faces of the box, as a share of its width: to get
+there, a squashed Gaussian would have to go to infinity."""
 AGREED = 0.98
 """An imitation that does what the rule does this often is as good as the rule."""
 
@@ -48,7 +51,7 @@ class Pupil:
         policy: Who imitates.
         chance: Probability that the rule decides in an episode.
         seen: What the pupil read at each time, and what the rule would have done: probabilities `[B, A]`,
-            or continuous actions `[B, D]`.
+            or continuous actions `[B, D]`; of the episodes that were not over.
     """
 
     rule: Policy
@@ -72,7 +75,8 @@ class Pupil:
             wanted = decision if isinstance(decision, Tensor) else decision.sample()  # [B, D]
         own, known = self.policy.act(history, known)
         with inference_scope(model, 0):
-            self.seen.append((self.policy.encoding(known), wanted))
+            inputs, alive = self.policy.encoding(known), history.alive
+        self.seen.append((inputs, wanted) if alive is None else (inputs.rows(alive), wanted[alive]))
         if isinstance(own, BoxDistribution):
             return torch.where(led[:, None], wanted, own.sample()), (by_rule, known, led)
         assert isinstance(own, Categorical)
@@ -133,6 +137,8 @@ def _learn(policy: BeliefPolicy, optimizer: torch.optim.Optimizer, kept: list[tu
                 if isinstance(leaning, Tensor):
                     loss = -(wanted * leaning.log_softmax(-1)).sum(-1).mean()
                 else:
-                    loss = -leaning.log_prob(wanted).mean()
+                    margin = INSIDE * leaning.width
+                    reached = wanted.clamp(leaning.low + margin, leaning.low + leaning.width - margin)
+                    loss = -leaning.log_prob(reached).mean()
                 loss.backward()
                 optimizer.step()

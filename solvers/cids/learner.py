@@ -298,6 +298,7 @@ class Learner:
             assert features is not None
             values, log_contexts, states = self.critic(features.to(self.critic.scale.dtype))
         log_probs, entropies = self.acting.evaluate(leaning, batch.episodes.actions, batch.previous)
+        log_probs = torch.where(batch.alive, log_probs, 0.0)  # others may be ruled out, and 0 · inf is NaN
         return Decisions(batch, log_probs, entropies, values, log_contexts, states)
 
     def _descend(self, terms: dict[str, Tensor], num_episodes: int) -> float:

@@ -65,7 +65,8 @@ class Variational:
     """Lemma 2: `−τ KL(P_θ ‖ Q*) = E[R − τ log P_θ(y)]`, up to a constant.
 
     This is `E[R] + τ H(Y)`, and `H(Y) = I(C; Y) + H(Y|C)`: it pays for noise in sensors and actions as well
-    as for information.
+    as for information. Of densities, these are differential entropies: other units of what is seen, or done
+    over a box, add a constant to every step that has them, which matters where episodes may end.
 
     Args:
         belief_rewards: Whether to use the rewards that the filter expects in place of those that were drawn.

@@ -49,7 +49,8 @@ class LikelihoodQuality:
         kinds = {"entropy": left, "information_upper": upper, "information_lower": lower}
         if batch.filtering.ess is not None:
             c = batch.contexts[:, None, None].expand(-1, batch.episodes.horizon, 1)
-            kinds["ess"] = batch.filtering.ess.gather(2, c)[batch.own]
+            ess = batch.filtering.ess.gather(2, c).squeeze(2)  # [B, T]
+            kinds["ess"] = ess[batch.own[:, None] & batch.episodes.alive]
         measured = {name: float(batch.mean(values)) for name, values in kinds.items()}
         measured["entropy"] /= math.log(2)
         spread, gap = (float(moment) for moment in batch.spread(upper - lower))
