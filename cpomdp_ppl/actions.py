@@ -58,8 +58,11 @@ class Box:
         for argument, values in (("low", lows), ("high", highs)):
             require(len(values) in (1, D), argument, values, f"1 number or {D}")
         lows, highs = (values * (D // len(values)) for values in (lows, highs))
-        below = all(a < b for a, b in zip(lows, highs, strict=True))
-        require(below, "high", highs, f"numbers above low = {lows}")
+        for bounds in (np.array([lows, highs]), np.array([lows, highs], np.float32)):  # as programs get them
+            with np.errstate(over="ignore"):
+                width = bounds[1] - bounds[0]
+            proper = bool(((width > 0) & np.isfinite(width)).all())
+            require(proper, "high", highs, f"numbers above low = {lows}, also in single precision")
         given = tuple(map(str, range(D))) if names is None else names
         proper = not isinstance(given, str) and all(isinstance(name, str) for name in given)
         require(proper and len(set(given)) == len(given) == D, "names", names, f"{D} different names")
@@ -74,7 +77,10 @@ class Box:
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and the highest values, `[D]` each, of the type and on the device of `like`."""
-        return torch.tensor(self.low).to(like), torch.tensor(self.high).to(like)
+        low, high = (
+            torch.tensor(bound, dtype=like.dtype, device=like.device) for bound in (self.low, self.high)
+        )
+        return low, high
 
     def contains(self, actions: Tensor) -> Tensor:
         """Which of actions `[…, D]` are inside, or on the boundary, bool `[…]`."""
@@ -118,7 +124,8 @@ class Reshaped(dist.TorchDistribution):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """A draw `[…, D]`, with gradients if the distribution has them."""
         draw = self.base.rsample if self.base.has_rsample else self.base.sample
-        return draw(sample_shape).reshape(*sample_shape, *self.batch_shape, *self.event_shape)
+        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
+        return draw(sample_shape).to(torch.get_default_dtype()).reshape(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-density of actions `[…, D]`."""

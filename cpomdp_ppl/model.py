@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from contextlib import contextmanager
-from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from cpomdp_ppl.actions import Box
-from cpomdp_ppl.check import definition_faults, program_faults
+from cpomdp_ppl.check import definition_faults, program_faults, reward_arguments
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError, as_integer, require_count
 from cpomdp_ppl.rollout import rollout
 from cpomdp_ppl.signature import ENDED
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
     from cpomdp_ppl.state import State
 
 
-REWARD_PARAMETERS = 4
-"""Those of `reward(self, state, action, context)`."""
+ARGUMENTS_ON_ARRIVAL = 4
+"""Number of those of `reward(state, action, context, next_state)`."""
 
 
 class CPOMDP(PyroModule):
@@ -107,7 +105,8 @@ class CPOMDP(PyroModule):
         def reward(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
             """The reward of taking `action` in `state`: a function, without sample sites.
 
-            A model that pays for where one lands writes `reward(self, state, action, context, next_state)`.
+            A model that pays for where one lands writes `reward(self, state, action, context, next_state)`;
+            arguments that have a default keep it.
             """
 
     def ends(self, state: Any, action: Tensor, context: Tensor) -> Tensor:
@@ -132,12 +131,12 @@ class CPOMDP(PyroModule):
     @property
     def can_end(self) -> bool:
         """Whether episodes may end before the horizon."""
-        return type(self).ends is not CPOMDP.ends
+        return getattr(self.ends, "__func__", None) is not CPOMDP.ends
 
     @property
     def pays_on_arrival(self) -> bool:
         """Whether rewards depend on the next state, too."""
-        return _num_parameters(type(self).reward) > REWARD_PARAMETERS
+        return len(reward_arguments(self)) == ARGUMENTS_ON_ARRIVAL
 
     @property
     def num_contexts(self) -> int:
@@ -175,7 +174,10 @@ class CPOMDP(PyroModule):
     @property
     def _finite_actions(self) -> Sequence[str] | int:
         if isinstance(self.actions, Box):
-            raise UnsupportedModelError(f"{type(self).__name__} has continuous actions, not a list of them")
+            raise UnsupportedModelError(
+                f"{type(self).__name__} has continuous actions, and no list of them: give `model.actions`, "
+                "the Box, where actions are asked for; `model.box.names` are the names of its axes"
+            )
         return self.actions
 
     @property
@@ -269,11 +271,6 @@ class CPOMDP(PyroModule):
         faults = program_faults(self)
         if faults:
             raise ModelError(type(self).__name__, faults)
-
-
-@cache
-def _num_parameters(function: Callable[..., Any]) -> int:
-    return len(inspect.signature(function).parameters)
 
 
 def _number(names: Sequence[str] | int) -> int:

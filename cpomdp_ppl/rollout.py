@@ -175,12 +175,12 @@ def rollout(
             decision, memory = policy.act(history, memory)
         with going_on:
             a = pyro.sample(f"a_{t}", _action_site(decision, model, S, plate_axes))
+            if model.box is not None:
+                require_actions("policy", a, model)
             with Recorded(t + 1):
                 state = sig.broadcast(model.transition(state, a, c), S)
             with Recorded(t + 1) as seen:
                 model.percept(state, a, c)
-        if model.box is not None:
-            require_actions("policy", a, model)
         states.append(state)
         taken = by_episode(a, S, plate_axes + a.shape[len(S + plate_axes) :]).reshape(B, *own)
         history = history.extended(percept_of(sig, seen, taken, S))
@@ -316,7 +316,8 @@ def _continuous_site(decision: Decision, model: CPOMDP, B: int, axes: tuple[int,
     if not decision.is_floating_point() or decision.shape != (B, box.dim):
         found = f"{decision.dtype} of shape {list(decision.size())}"
         raise invalid("policy", found, f"real actions of shape [{B}, {box.dim}]")
-    return dist.Delta(decision.reshape(*axes, box.dim), event_dim=1)
+    actions = decision.to(torch.get_default_dtype())  # as programs have it, and not the policy
+    return dist.Delta(actions.reshape(*axes, box.dim), event_dim=1)
 
 
 def _require_probabilities(decision: torch.distributions.Categorical) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from fractions import Fraction
 
 import numpy as np
 import pyro
@@ -530,8 +532,18 @@ DEFINITIONS = [
     (dict(context_prior="even"), "context_prior: expected probabilities"),
     (dict(states=0), "states: expected None or a positive number"),
     (dict(discount=1.5), "discount: expected a number above 0 and at most 1, got 1.5"),
-    (dict(discount=0), "discount: expected a number above 0 and at most 1, got 0"),
+    *(
+        (dict(discount=wrong), "discount: expected a number above 0 and at most 1, got")
+        for wrong in (0, -0.5, float("nan"), True, "0.9", None, torch.tensor(0.9))
+    ),
     (dict(reward=lambda self, state: state), r"reward: expected the arguments .*, got \(state\)"),
+    (dict(reward=lambda self, s, a, c, n, m: s), r"reward: expected the arguments .*, got \(s, a, c, n, m\)"),
+    (dict(reward=lambda self, s, a, c, next_state=0: s), r"without a default, got \(s, a, c, next_state=0\)"),
+    (dict(reward=lambda self, s, a, c, *, next_state: s), r"got \(s, a, c, \*, next_state\)"),
+    (dict(reward=lambda self, *rest: 0.0), r"reward: expected the arguments .*, got \(\*rest\)"),
+    (dict(reward=lambda *rest: 0.0), r"reward: expected the arguments .*, got \(\*rest\)"),
+    (dict(reward=staticmethod(lambda s, a: s)), r"reward: expected the arguments .*, got \(s, a\)"),
+    (dict(reward=3.0), "reward: expected a function of known arguments, got TypeError"),
     (dict(max_plate_nesting=-1), "max_plate_nesting: expected a number of axes"),
 ]
 
@@ -541,6 +553,70 @@ def test_a_bad_definition_is_named(attributes, message):
     model = type("Odd", (Walk,), attributes)()
     with pytest.raises(ModelError, match=message):
         model.check()
+
+
+def noted(function):
+    @functools.wraps(function)
+    def note(*arguments):
+        return function(*arguments)
+
+    return note
+
+
+def on_arrival(state, action, context, next_state, scale=1.0):
+    return scale * (10.0 * state + next_state)
+
+
+REWARDS = [
+    (False, lambda self, state, action, context: 10.0 * state),
+    (False, lambda self, state, action, context, *rest: 10.0 * state + sum(rest)),
+    (False, lambda self, state, action, context, *, scale=10.0: scale * state),
+    (False, lambda self, state, action, context, scale=10.0: scale * state),
+    (False, noted(lambda self, state, action, context: 10.0 * state)),
+    (False, staticmethod(lambda state, action, context: 10.0 * state)),
+    (True, lambda self, state, action, context, next_state: 10.0 * state + next_state),
+    (True, lambda self, state, action, context, next_state, *, scale=10.0: scale * state + next_state),
+    (True, lambda self, state, action, context, next_state, scale=10.0: scale * state + next_state),
+    (True, noted(lambda self, state, action, context, next_state: 10.0 * state + next_state)),
+    (True, staticmethod(lambda state, action, context, next_state: 10.0 * state + next_state)),
+    (True, staticmethod(functools.partial(on_arrival, scale=1.0))),
+    (True, functools.partialmethod(lambda self, ten, s, a, c, after: ten * s + after, 10.0)),
+    (True, classmethod(lambda cls, state, action, context, next_state: 10.0 * state + next_state)),
+]
+
+
+@pytest.mark.parametrize(("arrival", "reward"), REWARDS, ids=range(len(REWARDS)))
+def test_whether_arrival_pays_is_read_off_the_arguments(arrival, reward):
+    model = type("Paid", (Reef,), {"reward": reward, "discount": Fraction(1, 2)})()
+    model.check()
+    assert model.pays_on_arrival == arrival
+    episodes = simulate(model, RandomPolicy(2), 50, seed=0)
+    s = episodes.states.float()
+    by_hand = torch.where(episodes.alive, 10 * s[:, :-1] + (s[:, 1:] if arrival else 0), 0.0)
+    torch.testing.assert_close(episodes.rewards, by_hand)
+    torch.testing.assert_close(episodes.returns, by_hand @ torch.tensor([1, 0.5, 0.25, 0.125]))
+
+
+def test_programs_may_be_set_on_an_instance():
+    model = Walk()
+    assert not model.can_end
+    model.reward = lambda state, action, context, next_state: next_state
+    model.ends = lambda state, action, context: torch.ones(())
+    model.check()
+    assert model.can_end
+    episodes = simulate(model, RandomPolicy(2), 10, seed=0)
+    assert episodes.lengths.tolist() == [1] * 10
+    assert torch.equal(episodes.returns, episodes.states[:, 1])
+
+
+def test_continuous_actions_are_no_indices():
+    class Looks(Sail):
+        def reward(self, state, action, context):
+            return torch.tensor([1.0, 2.0])[action]
+
+    with pytest.raises(ModelError, match="Looks has 1 fault") as caught:
+        Looks().check()
+    assert "reward: raises for action 'middle' IndexError: tensors used as indices" in str(caught.value)
 
 
 def test_random_constants_are_refused():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import cache
+from inspect import Parameter
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,12 @@ from cpomdp_ppl.check.call import first_line
 from cpomdp_ppl.errors import as_integer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cpomdp_ppl.model import CPOMDP
+
+BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+"""Kinds of arguments that are given by their place."""
 
 
 def definition_faults(model: CPOMDP) -> list[str]:
@@ -42,10 +49,7 @@ def definition_faults(model: CPOMDP) -> list[str]:
     discount = model.discount
     if not (isinstance(discount, Real) and not isinstance(discount, bool) and 0 < discount <= 1):
         faults.append(f"discount: expected a number above 0 and at most 1, got {discount!r}")
-    names = list(inspect.signature(type(model).reward).parameters)[1:]
-    if not 3 <= len(names) <= 4:
-        expected = "(state, action, context), or (state, action, context, next_state)"
-        faults.append(f"reward: expected the arguments {expected}, got ({', '.join(names)})")
+    faults += _reward_faults(model)
     if model.states is not None and (as_integer(model.states) or 0) < 1:
         faults.append(f"states: expected None or a positive number of states, got {model.states!r}")
     nesting = as_integer(model.max_plate_nesting)
@@ -54,6 +58,40 @@ def definition_faults(model: CPOMDP) -> list[str]:
     for name in model._pyro_samples:  # it would be drawn anew for every program, and not by episode
         faults.append(f"{name}: a PyroSample is not a constant; sample it in a program, as part of the state")
     return faults or list(_prior_faults(model))
+
+
+def reward_arguments(model: CPOMDP) -> tuple[Parameter, ...]:
+    """The arguments that `reward` is given, without the model itself: those that have a default keep it."""
+    by_place = [each for each in _reward_parameters(model) if each.kind in BY_PLACE]
+    return tuple(each for i, each in enumerate(by_place) if i < 3 or each.default is Parameter.empty)
+
+
+def _reward_parameters(model: CPOMDP) -> tuple[Parameter, ...]:
+    """All that `reward` can be given, however it came to be a method."""
+    reward = model.reward
+    parameters = _parameters(getattr(reward, "__func__", reward))
+    takes_model = inspect.ismethod(reward) and parameters[:1] and parameters[0].kind in BY_PLACE
+    return parameters[1:] if takes_model else parameters
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
+
+
+def _reward_faults(model: CPOMDP) -> Iterator[str]:
+    """Whether it is plain from its arguments if a reward depends on the next state."""
+    try:
+        given = _reward_parameters(model)
+    except (TypeError, ValueError) as error:
+        yield f"reward: expected a function of known arguments, got {first_line(error)}"
+        return
+    needed = [each for each in given if each.kind is Parameter.KEYWORD_ONLY and each.default is each.empty]
+    unclear = [each for each in given if each.name == "next_state" and each.default is not each.empty]
+    if not 3 <= len(reward_arguments(model)) <= 4 or needed or unclear:
+        shown = inspect.Signature([each.replace(annotation=Parameter.empty) for each in given])
+        expected = "(state, action, context), or (state, action, context, next_state) without a default"
+        yield f"reward: expected the arguments {expected}, got {shown}"
 
 
 def _are_names(value: Any) -> bool:
