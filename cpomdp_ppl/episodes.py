@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cpomdp_ppl.arrays import as_tensor, filled, on_the_right, require_finite
 from cpomdp_ppl.errors import as_integer, require
-from cpomdp_ppl.recorded_arrays import RecordedArrays
+from cpomdp_ppl.recorded_arrays import RecordedArrays, require_nothing_after
+from cpomdp_ppl.signature import ENDED
 from cpomdp_ppl.state import State, leaves, map_state
 
 if TYPE_CHECKING:
@@ -166,6 +167,9 @@ class Episodes:
         for what, values, seen in pairs:
             for site, value in values.items():
                 require_finite(f"{what}['{site}']", value, seen[site])
+        if ENDED in self.observations:
+            ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
+            require_nothing_after(ended.flatten(2).any(2) if ended.dim() > 2 else ended, self.lengths)
 
     def __len__(self) -> int:
         return self.actions.shape[0]
@@ -179,6 +183,14 @@ class Episodes:
     def alive(self) -> Tensor:
         """Which steps belong to their episode, bool `[B, T]`."""
         return torch.arange(self.horizon, device=self.device) < self.lengths[:, None]
+
+    @property
+    def ended(self) -> Tensor:
+        """Which episodes the model has ended, bool `[B]`; none, for models that cannot end."""
+        if ENDED not in self.observations:
+            return torch.zeros_like(self.lengths, dtype=torch.bool)
+        ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
+        return ended.flatten(1).any(1)  # programs with plates have an axis more for each
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +257,8 @@ class Episodes:
             require(set(part.observations) == set(sites), "parts", list(part.observations), f"sites {sites}")
             same = part.discount == parts[0].discount
             require(same, "parts", f"discount {part.discount}", f"{parts[0].discount}, as of the first")
+            axes = [tuple(each.actions.shape[2:]) for each in (part, parts[0])]
+            require(axes[0] == axes[1], "parts", f"actions of axes {axes[0]}", f"{axes[1]}, as of the first")
         T = max(part.horizon for part in parts)
         padded = [part._padded(T) for part in parts]
 
@@ -297,7 +311,8 @@ class Episodes:
             observed: By site, bool `[B, T]`. Left out, a value counts as observed unless it is NaN, or masked
                 in a NumPy masked array. Integers and booleans have no NaN: of a site that the program masks
                 out somewhere in these episodes, they need one of the others, or `observed`.
-            lengths: `[B]`; left out, every episode has T steps, or ends where the site `ended` says so.
+            lengths: `[B]`; left out, every episode has T steps, or fewer if the site `ended` says so. An
+                episode that stops without having `ended` was cut short.
             contexts: `[B]`, indices or names, if known.
             states: `[B, T + 1, …]`, or a dict of such, if known.
             rewards: `[B, T]`, if known.
@@ -314,7 +329,7 @@ class Episodes:
             >>> Episodes.from_arrays(LightDark(), [["right", "observe"]], {"z": [[nan, 0.7]]})
             Episodes(B=1, T=2, sites=['z'], known=[], device='cpu')
         """
-        arrays = RecordedArrays(model, actions, lengths)
+        arrays = RecordedArrays(model, actions, lengths, observations, observed)
         first, first_seen = arrays.initial_observations(initial_observations, initially_observed)
         values, seen = arrays.observations(observations, observed)
         return Episodes(

@@ -24,7 +24,7 @@ from cpomdp_ppl.arrays import (
 from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.handlers import Batched, Recorded, mask_of
 from cpomdp_ppl.rng import isolated
-from cpomdp_ppl.signature import Leaf, ObservationSite, signature
+from cpomdp_ppl.signature import ENDED, Leaf, ObservationSite, signature
 from cpomdp_ppl.state import leaves, map_state, structure
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RecordedArrays:
         taken: Which steps belong to their episode, bool `[B, T]`.
     """
 
-    def __init__(self, model: CPOMDP, actions: Any, lengths: Any) -> None:
+    def __init__(self, model: CPOMDP, actions: Any, lengths: Any, observations: Any, observed: Any) -> None:
         require_model(model)
         self.model, self.signature = model, signature(model)
         self.actions = as_actions("actions", actions, model)
@@ -53,13 +53,27 @@ class RecordedArrays:
         require(len(shape) == axes, "actions", shape, f"an array of {axes} axes")
         B, T = shape[:2]
         require(model.horizon >= T, "actions", shape, f"at most {model.horizon} steps (the horizon)")
-        n = torch.full((B,), T) if lengths is None else as_tensor("lengths", lengths)
+        ended = self._ended(observations, observed, torch.ones(B, T, dtype=torch.bool, device=model.device))
+        n = until(ended) if lengths is None else as_tensor("lengths", lengths)
         require(n.shape == (B,), "lengths", tuple(n.shape), f"shape [{B}]")
         n = as_type("lengths", n, torch.long, torch.ones(B, dtype=torch.bool, device=n.device))
         require(bool(((n >= 1) & (n <= T)).all()), "lengths", n.tolist(), f"1 to {T} steps in every episode")
         self.lengths = n.to(model.device)
         self.taken = torch.arange(T, device=model.device) < self.lengths[:, None]  # [B, T]
+        require_nothing_after(ended, self.lengths)
         require_actions("actions", self.actions, model, self.taken)
+
+    def _ended(self, observations: Any, observed: Any, steps: Tensor) -> Tensor:
+        """After which of all `steps [B, T]` an episode was seen to have ended, bool `[B, T]`."""
+        site = self.signature.observations.get(ENDED)
+        if site is None or not isinstance(observations, Mapping) or ENDED not in observations:
+            return torch.zeros_like(steps)
+        value, masked = _site_values(f"observations['{ENDED}']", observations[ENDED], site, steps)
+        ended = (value != 0) & ~torch.isnan(value) & ~masked
+        if isinstance(observed, Mapping) and ENDED in observed:
+            plates = (*steps.shape, *site.plates)
+            ended = ended & _site_flags(f"observed['{ENDED}']", observed[ENDED], plates, steps)
+        return ended.reshape(steps.shape)
 
     def observations(self, values: Any, observed: Any) -> tuple[Sites, Sites]:
         """Values by site, `[B, T, …]`, and which of them were observed, bool `[B, T, *plates]`."""
@@ -77,6 +91,10 @@ class RecordedArrays:
         if values is None:
             return None, None
         everywhere = torch.ones_like(self.lengths, dtype=torch.bool)
+        if ENDED in self.signature.observations and isinstance(values, Mapping) and ENDED not in values:
+            never = torch.full((len(everywhere), *self.signature.observations[ENDED].shape), torch.nan)
+            values = {**values, ENDED: never}  # nothing ends before it begins
+            observed = observed if observed is None else {**observed, ENDED: torch.zeros(never.shape).bool()}
         tensors, flags = self._sites(argument, values, whether, observed, everywhere)
         if observed is None:
             self._require_unmasked(argument, values, tensors, whether, flags)
@@ -186,6 +204,22 @@ class RecordedArrays:
                     f"{value} at {place_of(hidden)}, where the program masks it out",
                     f"NaN where nothing was observed, or `{whether}`, which says so: integers cannot",
                 )
+
+
+def until(ended: Tensor) -> Tensor:
+    """How many steps there are until the first that has ended an episode, `[B]`, of bool `[B, T]`."""
+    T = ended.shape[1]
+    return torch.where(ended.any(1), ended.int().argmax(1) + 1, T)
+
+
+def require_nothing_after(ended: Tensor, lengths: Tensor) -> None:
+    """Raise if episodes have `ended`, bool `[B, T]`, before the last of the steps they are said to have."""
+    steps = until(ended)
+    wrong = steps < lengths
+    if bool(wrong.any()):
+        b = int(wrong.nonzero()[0])
+        found = f"an end after {int(steps[b])} of the {int(lengths[b])} steps of episode {b}"
+        raise invalid(f"observations['{ENDED}']", found, "none but at the last step; or give `lengths`")
 
 
 def _site_values(what: str, given: Any, site: ObservationSite, taken: Tensor) -> tuple[Tensor, Tensor]:

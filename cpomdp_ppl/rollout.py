@@ -229,7 +229,7 @@ def percept_of(sig: Signature, seen: Recorded, action: Tensor | None, S: torch.S
     observations, observed = {}, {}
     for name, spec in sig.observations.items():
         site = seen.sites[name]
-        value = site["value"]
+        value = site["value"].to(spec.dtype)  # before the first action it may be of another
         mask = mask_of(site)
         if not isinstance(mask, Tensor):
             mask = torch.as_tensor(mask, device=value.device)

@@ -16,7 +16,8 @@ from cpomdp_ppl.episodes import ARRAYS
 from cpomdp_ppl.experiments.files import DiskFullError
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.state import leaves, map_state
-from tests.programs import EyesOpen, Plates, Walk
+from tests.programs import EyesOpen, Plates, Reef, Sail, Walk
+from tests.solvers.machines import Mortal
 
 NAN, INF = float("nan"), float("inf")
 
@@ -37,7 +38,7 @@ def equal(one: Episodes, two: Episodes) -> bool:
 
 
 def drawn(model, B=6, seed=0):
-    return simulate(model, RandomPolicy(model.num_actions), B, seed=seed)
+    return simulate(model, RandomPolicy(model.actions), B, seed=seed)
 
 
 def test_steps_past_the_length_count_for_nothing(model):
@@ -99,6 +100,114 @@ def test_concatenation_undoes_slicing(model):
     assert equal(Episodes.concatenate([episodes[:2], episodes[2:]]), episodes)
 
 
+class Reefless(Walk):
+    """Shows what `Sail` shows, and takes other actions."""
+
+    def ends(self, state, action, context):
+        return state > 1
+
+
+@pytest.mark.parametrize("model", [Reef(), Sail(), Mortal(2, awake=True)], ids=lambda m: type(m).__name__)
+def test_episodes_that_end(model, tmp_path):
+    """Cut up, put together, saved, and handed over as arrays, they stay what they are; returns by hand."""
+    episodes = drawn(model, 60)
+    assert len(set(episodes.lengths.tolist())) > 1
+    for b, n in enumerate(episodes.lengths.tolist()):
+        ended = episodes.observations["ended"][b]
+        assert ended[: n - 1].sum() == 0
+        assert n == model.horizon or ended[n - 1] == 1
+        assert not episodes.observed["ended"][b, n:].any()
+        assert episodes.observed["ended"][b, :n].all()
+        by_hand = sum(model.discount**t * float(episodes.rewards[b, t]) for t in range(n))
+        assert float(episodes.returns[b]) == pytest.approx(by_hand, abs=1e-5)
+        assert not episodes.rewards[b, n:].any()
+        assert not episodes.actions[b, n:].any()
+    assert equal(Episodes.concatenate([episodes[:7], episodes[7:8], episodes[8:]]), episodes)
+    shuffled = torch.randperm(60)
+    assert equal(episodes[shuffled][shuffled.argsort()], episodes)
+    cut = episodes.truncated(2)
+    assert torch.equal(cut.lengths, episodes.lengths.clamp(max=2))
+    torch.testing.assert_close(cut.returns, episodes.rewards[:, 0] + model.discount * episodes.rewards[:, 1])
+    episodes.save(tmp_path / "episodes.npz")
+    assert equal(Episodes.load(tmp_path / "episodes.npz"), episodes)
+
+    first = {}
+    if model.initial_observation:
+        first["initial_observations"] = {"o": episodes.initial_observations["o"].numpy()}
+    arrays = dict(
+        observed={site: seen.numpy() for site, seen in episodes.observed.items()},
+        contexts=episodes.contexts.numpy(),
+        states=episodes.states.numpy(),
+        rewards=episodes.rewards.numpy(),
+        **first,
+    )
+    actions = episodes.actions.numpy().astype(float)
+    actions[~episodes.alive] = NAN  # what is left there counts for nothing
+    again = Episodes.from_arrays(model, actions, episodes.observations, **arrays)
+    short = episodes.lengths < model.horizon
+    assert equal(again, episodes)
+    assert not again.alive[short, -1].any()
+
+
+ENDS = [
+    ([[0, 1, 0, 0], [0, 0, 0, 0]], {}, [2, 4]),
+    ([[False, True, True, True], [False, False, False, True]], {}, [2, 4]),
+    ([[0.0, NAN, 1.0, NAN], [1.0, NAN, NAN, NAN]], {}, [3, 1]),
+    (np.ma.array([[1, 1, 0, 0], [0, 0, 1, 0]], mask=[[1, 0, 0, 0], [0, 0, 1, 0]]), {}, [2, 4]),
+    ([[1, 0, 1, 0], [0, 0, 0, 0]], {"seen": [[False, True, True, True], [True] * 4]}, [3, 4]),
+    ([[0, 1, 0, 0], [0, 0, 0, 0]], {"lengths": [2, 3]}, [2, 3]),  # the second was cut short
+    ([[0, 1, 0, 0], [0, 0, 0, 0]], {"lengths": [1, 4]}, [1, 4]),  # and so was the first
+]
+
+
+@pytest.mark.parametrize(("ended", "others", "lengths"), ENDS, ids=range(len(ENDS)))
+def test_episodes_are_as_long_as_their_ends_say(ended, others, lengths):
+    surf, others = [[0, 1, 0, 1]] * 2, dict(others)
+    if "seen" in others:
+        others["observed"] = {"ended": others.pop("seen"), "surf": np.ones((2, 4), bool)}
+    actions = [["left"] * 4, ["right"] * 4]
+    episodes = Episodes.from_arrays(Reef(), actions, {"surf": surf, "ended": ended}, **others)
+    assert episodes.lengths.tolist() == lengths
+    assert episodes.observed["surf"].sum(1).tolist() == lengths
+
+
+CONTRADICTIONS = [
+    (
+        dict(lengths=[3]),
+        r"'ended'\]: expected none but at the last step.* after 2 of the 3 steps of episode 0",
+    ),
+    (
+        dict(observations={"surf": [[0, 1, 0, 1]], "ended": [[0, 2, 0, 0]]}),
+        r"'ended'\]: .*Boolean\(\), got 2",
+    ),
+    (dict(observations={"surf": [[0, 1, 0, 1]]}), r"observations: expected the sites \['ended', 'surf'\]"),
+    (
+        dict(observations={"surf": [[0, 1, 0, 1]], "ended": [0, 1, 0, 0]}),
+        r"'ended'\]: expected shape \[1, 4\]",
+    ),
+    (dict(observations={"surf": [[0, 1, 0, 1]], "ended": [["a"] * 4]}), r"'ended'\]: expected an array"),
+    (dict(lengths=[5]), "lengths: expected 1 to 4 steps"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CONTRADICTIONS, ids=range(len(CONTRADICTIONS)))
+def test_ends_that_contradict_are_named(arguments, message):
+    good = dict(actions=[[0, 0, 1, 1]], observations={"surf": [[0, 1, 0, 1]], "ended": [[0, 1, 0, 0]]})
+    with pytest.raises(ValueError, match=message):
+        Episodes.from_arrays(Reef(), **(good | arguments))
+
+
+def test_tensors_must_not_go_on_after_an_end_either():
+    ended = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    actions, seen = torch.zeros(2, 3).long(), torch.ones(2, 3).bool()
+    with pytest.raises(ValueError, match="an end after 2 of the 3 steps of episode 1"):
+        Episodes(actions, {"ended": ended}, {"ended": seen})
+    with pytest.raises(ValueError, match="an end after 2 of the 3 steps of episode 1"):
+        Episodes(actions, {"ended": ended[..., None]}, {"ended": seen[..., None]})
+    Episodes(actions, {"ended": ended}, {"ended": seen}, lengths=torch.tensor([3, 2]))
+    Episodes(actions, {"ended": ended}, {"ended": ended == 0})  # not seen to have ended
+
+
 def test_concatenation_pads_and_keeps_what_is_known_of_all():
     long, short = drawn(LightDark(horizon=5)), drawn(LightDark(horizon=3))
     both = Episodes.concatenate([long, short])
@@ -113,9 +222,16 @@ def test_concatenation_pads_and_keeps_what_is_known_of_all():
         Episodes.concatenate([])
     with pytest.raises(ValueError, match=r"parts: expected sites \['z'\]"):
         Episodes.concatenate([long, drawn(Beacons())])
+    with pytest.raises(ValueError, match=r"parts: expected discount 0.8, .* got discount 1.0|expected 0.8"):
+        Episodes.concatenate([drawn(Sail()), drawn(Reefless())])
+    flat = type("Flat", (Reefless,), {"discount": Sail.discount})()
+    with pytest.raises(
+        ValueError, match=r"parts: expected \(2,\), as of the first, got actions of axes \(\)"
+    ):
+        Episodes.concatenate([drawn(Sail()), drawn(flat)])
 
 
-@pytest.mark.parametrize("make", [LightDark, Beacons, Plates, EyesOpen])
+@pytest.mark.parametrize("make", [LightDark, Beacons, Plates, EyesOpen, Reef, Sail])
 def test_saving_and_loading(make, tmp_path):
     episodes = drawn(make()).truncated(torch.tensor([1, 2, 3, 3, 2, 1]))
     episodes.save(tmp_path / "episodes.npz")
