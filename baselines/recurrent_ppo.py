@@ -11,21 +11,21 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyro.distributions as dist
 import torch
 import xarray as xr
+from gymnasium import spaces
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from baselines.learned import Learned, LearningInterrupted
+from baselines.learned import Learned, LearningInterrupted, in_box
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import isolated
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from cpomdp_ppl.model import CPOMDP
     from cpomdp_ppl.policy import Decision, History
     from cpomdp_ppl.progress import Bar, Progress
@@ -47,12 +47,16 @@ def fit(
 ) -> Learned:
     """Learn a policy by recurrent PPO.
 
-    Updates see episodes from start to end; rewards are not discounted, but scaled to what a critic starts
-    from. The policy is learned for the model's prior over contexts, and ignores any other it is started with.
+    Updates see at least four episodes from start to end in each of 64 places; rewards are discounted as the
+    model says, and scaled to what a critic starts from. After an end, and after the horizon, nothing is to
+    come. Continuous actions are drawn from a Gaussian on a scale where their box reaches from -1 to 1, and
+    clipped there, as Stable-Baselines3 has it. The policy is learned for the model's prior over contexts, and
+    ignores any other it is started with.
 
     Args:
         model: The CPOMDP.
-        num_episodes: How many episodes to learn from, rounded up to a multiple of 256.
+        num_episodes: How many episodes to learn from; the last update is finished. Where none ends before the
+            horizon, that rounds them up to a multiple of 256.
         seed: The same seed gives the same policy; None takes fresh entropy.
         progress: Whether to show a progress bar; or a function that is given a line of text now and then,
             about how far it has got and how long it will take.
@@ -75,7 +79,7 @@ def fit(
         "batch_size": SIDE_BY_SIDE * model.horizon,
         "n_epochs": 5,
         "learning_rate": 1e-3,
-        "gamma": 1.0,
+        "gamma": float(model.discount),
         "ent_coef": 0.01,
         "policy_kwargs": {"lstm_hidden_size": 64, "net_arch": []},
         "device": "cpu",
@@ -87,13 +91,15 @@ def fit(
         scaled = VecNormalize(episodes, norm_obs=False, clip_reward=math.inf, gamma=chosen["gamma"])
         learner = RecurrentPPO("MlpLstmPolicy", scaled, seed=seed, **chosen)
         with bar(progress, total, "recurrent PPO", "episodes") as shown, suppress(KeyboardInterrupt):
-            learner.learn(total * model.horizon, callback=lambda *_: _update(shown, episodes))
+
+            def goes_on(steps: dict[str, Any], _: Any) -> bool:
+                _show(shown, episodes)
+                begun = steps["n_steps"] > 0  # to stop amid steps would lose an update
+                return begun or len(episodes.returns) < total
+
+            learner.learn(total * model.horizon, callback=goes_on)
             finished = True
-    returns = torch.tensor(episodes.returns)
-    history = xr.Dataset(
-        {"training_return": ("episodes", returns.numpy())},
-        {"episodes": SIDE_BY_SIDE * (1 + torch.arange(len(returns)).numpy())},
-    )
+    history = _history(episodes.returns)
     policy = RecurrentPPOPolicy(model, learner)
     learned = Learned(policy, history, time.perf_counter() - began, finished)
     if not finished:
@@ -101,23 +107,35 @@ def fit(
     return learned
 
 
-def _update(bar: Bar, episodes: EpisodesForSB3) -> bool:
-    """Move a progress bar to where learning is; returns True, for learning to go on."""
-    played = SIDE_BY_SIDE * len(episodes.returns)
-    if played > bar.n:
-        bar.set_postfix_str(f"return {episodes.returns[-1]:.2f}", refresh=False)
+def _show(bar: Bar, episodes: EpisodesForSB3) -> None:
+    """Move a progress bar to where learning is."""
+    played = len(episodes.returns)
+    if played >= bar.n + SIDE_BY_SIDE:
+        latest = sum(episodes.returns[-SIDE_BY_SIDE:]) / SIDE_BY_SIDE
+        bar.set_postfix_str(f"return {latest:.2f}", refresh=False)
         bar.update(int(played - bar.n))
-    return True
+
+
+def _history(returns: list[float]) -> xr.Dataset:
+    """Mean returns of every 64 episodes that were over one after the other."""
+    rows = len(returns) // SIDE_BY_SIDE
+    means = np.reshape(returns[: rows * SIDE_BY_SIDE], (rows, SIDE_BY_SIDE)).mean(1)
+    played = SIDE_BY_SIDE * np.arange(1, rows + 1)
+    return xr.Dataset({"training_return": ("episodes", means)}, {"episodes": played})
 
 
 class EpisodesForSB3(VecEnv):
-    """A batch of episodes in the form that Stable-Baselines3 wants, which is not Gymnasium's."""
+    """A batch of episodes in the form that Stable-Baselines3 wants, which is not Gymnasium's.
+
+    Its continuous actions are from -1 to 1, as the library's Gaussian starts out about as wide.
+    """
 
     def __init__(self, model: CPOMDP, num_envs: int) -> None:
         self.envs = CPOMDPVectorEnv(model, num_envs, flat=True, autoreset_mode="SameStep")
-        self.returns: list[float] = []
-        self._earned = 0.0
-        super().__init__(num_envs, self.envs.single_observation_space, self.envs.single_action_space)
+        self.box = model.box
+        self.returns: list[float] = []  # of episodes, as they are over
+        space = self.envs.single_action_space if self.box is None else spaces.Box(-1, 1, (self.box.dim,))
+        super().__init__(num_envs, self.envs.single_observation_space, space)
 
     def reset(self) -> Any:
         """Begin all episodes, with the seed that was set last."""
@@ -127,19 +145,19 @@ class EpisodesForSB3(VecEnv):
 
     def step_async(self, actions: np.ndarray[Any, Any]) -> None:
         """Nothing happens until the results are asked for."""
-        self._actions = actions
+        self._actions = actions if self.box is None else in_box(self.box, torch.as_tensor(actions))
 
     def step_wait(self) -> Any:
-        """One step of all episodes; at the end, the first observations of new ones."""
-        observations, rewards, terminated, _, info = self.envs.step(self._actions)
-        self._earned += float(rewards.mean())
-        if terminated.all():  # all of them end at the horizon
-            self.returns.append(self._earned)
-            self._earned = 0.0
+        """One step of all episodes; of those that are over with it, the first observations of new ones.
+
+        The horizon is an end like any other: no time limit of the library's, after which there were more.
+        """
+        observations, rewards, over, _, info = self.envs.step(self._actions)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for entry, last in zip(infos, info.get("final_obs", ()), strict=False):
-            entry["terminal_observation"] = last
-        return observations, rewards, terminated, infos
+        for b in over.nonzero()[0]:
+            infos[b]["terminal_observation"] = info["final_obs"][b]
+            self.returns.append(float(info["final_info"]["return"][b]))
+        return observations, rewards, over, infos
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """The same for every episode."""
@@ -166,6 +184,7 @@ class RecurrentPPOPolicy:
 
     def __init__(self, model: CPOMDP, learner: RecurrentPPO) -> None:
         self.encoding = SpaceEncoding(model, flat=True)
+        self.box = model.box
         self.learner = learner
         self.network = learner.policy
 
@@ -178,8 +197,10 @@ class RecurrentPPOPolicy:
     def act(
         self, history: History, memory: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[Decision, tuple[torch.Tensor, torch.Tensor]]:
-        """Read the latest percept, and decide."""
+        """Read the latest percept, and decide; a continuous action is a draw, clipped."""
         observations = torch.as_tensor(self.encoding.encode(history.latest, history.time))  # [B, F]
         starts = torch.zeros(len(observations))  # `start` has cleared the memory already
         decision, memory = self.network.get_distribution(observations, memory, starts)
+        if self.box is not None:
+            return in_box(self.box, decision.sample()), memory
         return dist.Categorical(logits=decision.distribution.logits), memory

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from baselines import rdpg
-from baselines.learned import LearningInterrupted
+from baselines.learned import LearningInterrupted, in_box
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
 from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.policy import History, Percept
@@ -72,20 +73,69 @@ def test_the_values_of_a_tree_are_a_fixed_point_of_the_targets(discount):
     features = nn.functional.one_hot(before + 1, A + 1).float()
     rewards = torch.tensor([[reward[tuple(path[: t + 1])] for t in range(T)] for path in complete.tolist()])
 
-    learner = Learner(A + 1, A, Settings(discount=discount), CPU)
+    learner = Learner(A + 1, A, Settings(), CPU, discount)
     learner.target_critic = learner.target_actor = ByHistory(values, A)  # μ' is greedy by Q'
     expected = [[values[tuple(path[:t])][path[t]] for t in range(T)] for path in complete.tolist()]
-    assert torch.allclose(learner.targets(features, rewards), torch.tensor(expected), atol=1e-6)
+    targets = learner.targets(features, rewards, torch.ones(rewards.shape).bool())
+    assert torch.allclose(targets, torch.tensor(expected), atol=1e-6)
 
 
 def test_targets_are_of_the_target_actors_action_and_not_of_the_best():
-    learner = Learner(3, 2, Settings(discount=0.5), CPU)
+    learner = Learner(3, 2, Settings(), CPU, 0.5)
     learner.target_critic = ByHistory({(): [9.0, 9.0], (0,): [4.0, 7.0], (0, 0): [2.0, 5.0]}, 2)
     always_0 = {history: [1.0, 0.0] for history in [(), (0,), (0, 0)]}
     learner.target_actor = ByHistory(always_0, 2)
     features = nn.functional.one_hot(torch.tensor([[0, 1, 1]]), 3).float()
-    targets = learner.targets(features, torch.tensor([[10.0, 20.0, 30.0]]))
-    assert targets.tolist() == [[10 + 0.5 * 4, 20 + 0.5 * 2, 30]]
+    rewards, alive = torch.tensor([[10.0, 20.0, 30.0]]), torch.ones(1, 3).bool()
+    assert learner.targets(features, rewards, alive).tolist() == [[10 + 0.5 * 4, 20 + 0.5 * 2, 30]]
+
+
+def test_nothing_is_expected_after_the_end():
+    """Whatever the networks make of steps that do not belong to an episode, nobody learns it."""
+    learner = Learner(3, 2, Settings(), CPU, 0.5)
+    learner.target_critic = ByHistory({(): [9.0, 9.0], (0,): [4.0, 7.0], (0, 0): [torch.nan, 5.0]}, 2)
+    learner.target_actor = ByHistory({history: [1.0, 0.0] for history in [(), (0,), (0, 0)]}, 2)
+    features = nn.functional.one_hot(torch.tensor([[0, 1, 1]]), 3).float()
+    alive = torch.tensor([[True, True, False]])
+    targets = learner.targets(features, torch.tensor([[10.0, 20.0, 0.0]]), alive)
+    assert targets[0, :2].tolist() == [10 + 0.5 * 4, 20]
+
+
+@pytest.mark.parametrize("box", [None, Box([-1.0, 0.0], [1.0, 4.0])])
+def test_gradient_steps_are_those_of_shorter_episodes(box):
+    """Steps after the end count for nothing: as if the episodes had been cut to their lengths."""
+
+    def after_a_step(*batches):
+        torch.manual_seed(0)
+        learner = Learner(2, 3 if box is None else 2, Settings(hidden=4), CPU, 0.9, box)
+        torch.manual_seed(1)
+        learner.update(*batches)
+        return torch.cat([w.flatten() for net in (learner.actor, learner.critic) for w in net.parameters()])
+
+    torch.manual_seed(2)
+    actions = torch.randint(3, (6, 4)) if box is None else 4 * torch.rand(6, 4, 2) - torch.tensor([1.0, 0.0])
+    features, rewards = torch.randn(6, 4, 2), torch.randn(6, 4)
+    alive = (torch.arange(4) < 3).expand(6, 4)
+    whole = after_a_step(features, actions, rewards, alive)
+    assert torch.equal(whole, after_a_step(features, actions, rewards.where(alive, 100.0), alive))
+    assert not torch.allclose(whole, after_a_step(features, actions, rewards, torch.ones(6, 4).bool()))
+    cut = after_a_step(*(x[:, :3] for x in (features, actions, rewards, alive)))
+    if box is not None:  # nothing is drawn: noise would come in another order
+        assert torch.allclose(whole, cut, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_continuous_actor_climbs_to_the_top():
+    """One step that earns less the farther the action is from a point: there is the optimum."""
+    torch.manual_seed(0)
+    box, best, width = Box([-2.0, 0.0], [2.0, 10.0]), torch.tensor([1.0, 2.5]), torch.tensor([4.0, 10.0])
+    learner = Learner(1, 2, Settings(actor_rate=0.003, critic_rate=0.003), CPU, box=box)
+    features, alive = torch.ones(64, 1, 1), torch.ones(64, 1).bool()
+    for _ in range(400):
+        actions = box.uniform(torch.zeros(())).sample((64, 1))
+        learner.update(features, actions, -3 * ((actions - best) / width).square().sum(-1), alive)
+    found = in_box(box, learner.actor(features)[0, 0].tanh())
+    assert ((found - best).abs() < 0.05 * width).all()
 
 
 def test_straight_through_is_one_hot_forwards_and_soft_backwards():
@@ -114,7 +164,7 @@ def test_the_actor_climbs_and_the_critic_leaves_it_alone():
     features, payoff = torch.ones(48, 1, 1), torch.tensor([0.0, 1.0, 0.5])
     for _ in range(300):
         actions = torch.randint(3, (48, 1))
-        learner.update(features, actions, payoff[actions])
+        learner.update(features, actions, payoff[actions], torch.ones(48, 1).bool())
     assert torch.allclose(learner.critic(features)[0, 0], payoff, atol=0.05)
     assert learner.actor(features)[0, 0].softmax(-1)[1] > 0.9
     assert torch.allclose(learner.target_critic(features)[0, 0], payoff, atol=0.1)
@@ -124,7 +174,8 @@ def test_targets_follow_slowly():
     torch.manual_seed(0)
     learner = Learner(2, 3, Settings(hidden=4, target_rate=0.25), CPU)
     before = [w.clone() for w in learner.target_actor.parameters()]
-    learner.update(torch.randn(5, 4, 2), torch.randint(3, (5, 4)), torch.randn(5, 4))
+    alive = torch.ones(5, 4).bool()
+    learner.update(torch.randn(5, 4, 2), torch.randint(3, (5, 4)), torch.randn(5, 4), alive)
     for old, new, online in zip(
         before, learner.target_actor.parameters(), learner.actor.parameters(), strict=True
     ):
@@ -138,9 +189,8 @@ def test_the_ring_overwrites_the_oldest():
 
     def add(n):
         ids = torch.tensor([float(next(number)) for _ in range(n)])
-        replay.add(
-            ids[:, None, None].expand(n, 2, 3), ids[:, None].expand(n, 2).long(), -ids[:, None].expand(n, 2)
-        )
+        rows = ids[:, None].expand(n, 2)
+        replay.add(ids[:, None, None].expand(n, 2, 3), rows.long(), -rows, rows % 2 == 0)
 
     held = []
     for n in (2, 2, 3, 12, 1):
@@ -148,15 +198,16 @@ def test_the_ring_overwrites_the_oldest():
         held.append(sorted(replay.features[: len(replay), 0, 0].tolist()))
     assert held == [[0, 1], [0, 1, 2, 3], [2, 3, 4, 5, 6], [14, 15, 16, 17, 18], [15, 16, 17, 18, 19]]
     torch.manual_seed(0)
-    features, actions, rewards = replay.sample(200)
+    features, actions, rewards, alive = replay.sample(200)
     assert set(features[:, 0, 0].tolist()) == {15, 16, 17, 18, 19}
     assert torch.equal(features[:, :, 0].long(), actions)  # of one and the same episode
     assert torch.equal(features[:, :, 0], -rewards)
+    assert torch.equal(features[:, :, 0] % 2 == 0, alive)
 
 
 def test_what_has_not_been_filled_is_not_drawn():
     replay = Replay(50, 1, 1, CPU)
-    replay.add(torch.ones(3, 1, 1), torch.ones(3, 1, dtype=torch.long), torch.ones(3, 1))
+    replay.add(torch.ones(3, 1, 1), torch.ones(3, 1).long(), torch.ones(3, 1), torch.ones(3, 1).bool())
     assert replay.sample(100)[0].min() == 1
 
 
