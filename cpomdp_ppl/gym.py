@@ -204,9 +204,10 @@ class CPOMDPEnv(gymnasium.Env[Any, Any]):
     stacked. An episode terminates where the model ends it, or at the horizon, and is never truncated: the
     horizon is part of the problem, and there is nothing to be earned beyond it. Rewards are as the model has
     them: whoever learns from them sees to the `discount`. `info` is for analysis, not for agents: the true
-    `context` (an index), `context_name`, `state` (an array, or a dict of arrays), the `return` so far, as it
-    is worth at the start, the `discount` of the model, and with a `likelihood` the `posterior` of the context
-    given what was seen, `[C]`.
+    `context` (an index), `context_name`, `state` (an array, or a dict of arrays), whether the model has
+    `ended` the episode (and not the horizon), the `return` so far, as it is worth at the start, the
+    `discount` of the model, and with a `likelihood` the `posterior` of the context given what was seen,
+    `[C]`.
 
     The same seed and the same actions give the same episode, with a filter and without. The caller's random
     number generators, param store and validation flags stay as they were.
@@ -432,6 +433,7 @@ def _info(episodes: OngoingEpisodes) -> dict[str, Any]:
         "context": contexts,
         "context_name": np.array(episodes.model.context_names, object)[contexts],
         "state": map_state(numpy_copy, episodes.state),
+        "ended": numpy_copy(episodes.ended),
         "return": numpy_copy(episodes.returns),
         "discount": np.full(len(contexts), float(episodes.model.discount)),
     }
@@ -441,7 +443,7 @@ def _info(episodes: OngoingEpisodes) -> dict[str, Any]:
 def _first(info: dict[str, Any]) -> dict[str, Any]:
     """What is known about the only episode, out of a batch of one."""
     one: dict[str, Any] = map_state(lambda array: array[0, ...], info)
-    kinds = {"context": int, "context_name": str, "return": float, "discount": float}
+    kinds = {"context": int, "context_name": str, "ended": bool, "return": float, "discount": float}
     return one | {name: kind(one[name]) for name, kind in kinds.items()}
 
 

@@ -10,14 +10,63 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 
-from cpomdp_ppl import Episodes, ModelError, Percept, simulate
+from cpomdp_ppl import CPOMDP, Episodes, ModelError, Percept, RandomPolicy, simulate
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.gym import LARGEST, CPOMDPEnv, CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.inference import GridFilter, as_backend
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from tests.conftest import fixed_actions
-from tests.programs import EyesOpen, Learnable, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Reef, Sail, Walk
+from tests.solvers.machines import Mortal
 
 PROGRAMS = [LightDark, LineGrid, ContextualTiger, Beacons, Plates, EyesOpen, Learnable]
+
+
+class Awake(Mortal):
+    """Sees something before it acts; ends, pays on arrival, and discounts."""
+
+    def __init__(self):
+        super().__init__(2, awake=True, horizon=4)
+
+
+class Fuse(CPOMDP):
+    """Nothing in it is random: it burns down after 1, 3 or 5 = T steps, or never. Action 1 is worth more."""
+
+    contexts, horizon, discount, states = ("short", "middling", "long", "endless"), 5, 0.5, 8
+    actions = ("wait", "blow")
+
+    def initial(self, context):
+        return context % 2
+
+    def transition(self, state, action, context):
+        return (state + 1).clamp(max=7)
+
+    def observation(self, state, action, context):
+        pyro.sample("glows", dist.Bernoulli((state % 2).float()))
+        seen = torch.tensor(True) if action is None else self.strength(action) > 0.5
+        pyro.sample("length", dist.Categorical(torch.eye(8)[state]).mask(seen))
+
+    def ends(self, state, action, context):
+        return state - context % 2 >= torch.tensor([1, 3, 5, 99])[context]
+
+    def reward(self, state, action, context, next_state):
+        return 10.0 * context + state * self.strength(action) + 0.25 * next_state
+
+    def strength(self, action):
+        return action.float()
+
+
+class Lit(Fuse):
+    """The same with an initial observation, and actions between 0 and 1."""
+
+    initial_observation = True
+    actions = Box(0.0, 1.0, names=("blow",))
+
+    def strength(self, action):
+        return action[..., 0]
+
+
+ENDING = [Reef, Sail, Awake, Fuse, Lit]
 
 
 class Dice(Walk):
@@ -57,8 +106,9 @@ def shapes(tree):
     return str if isinstance(tree, str) else (np.asarray(tree).dtype, np.shape(tree))
 
 
+@pytest.mark.filterwarnings("ignore:.*we recommend using a symmetric and normalized space")
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("program", [*PROGRAMS, Dice])
+@pytest.mark.parametrize("program", [*PROGRAMS, Dice, *ENDING])
 def test_gymnasiums_own_checks(program, flat):
     """Their warnings are errors here."""
     check_env(CPOMDPEnv(program(), flat=flat), skip_render_check=True)
@@ -217,6 +267,24 @@ def test_the_flat_vector():
     assert seen[0] in encoding.space
 
 
+def test_the_flat_vector_of_real_numbers():
+    """Steering from -1 to 1, driving from 0 to 3 as from -1 to 1, whether there was no action, the time, z."""
+    encoding = SpaceEncoding(Sail(), flat=True)
+    (first,) = encoding.encode(percept(None, z=None, ended=None), 0)
+    assert first.tolist() == [0, 0, 1, 0, 0, 0]
+    seen = {"z": torch.tensor([7.0]), "ended": torch.tensor([1.0])}
+    shown = {name: torch.ones(1, dtype=torch.bool) for name in seen}
+    (then,) = encoding.encode(Percept(torch.tensor([[0.5, 2.25]]), seen, shown), 1)
+    assert then.tolist() == [0.5, 0.5, 0, 0.25, 1, 7]
+    assert first in encoding.space
+    assert then in encoding.space
+    named = SpaceEncoding(Sail())
+    assert sorted(named.space) == ["previous_action", "time", "z", "z_seen"]
+    assert named.encode(Percept(torch.tensor([[0.5, 2.25]]), seen, shown), 1)["previous_action"].tolist() == [
+        [0.5, 2.25]
+    ]
+
+
 def test_the_flat_vector_says_nothing_of_what_was_not_seen():
     env = CPOMDPEnv(Dice(), flat=True, seed=0)
     (first, _), step, other = play(env, [0, 1])
@@ -300,7 +368,9 @@ def test_the_context_can_be_chosen():
 def test_what_info_holds(model):
     env = CPOMDPEnv(model, seed=0)
     info = env.reset()[1]
-    assert list(info) == ["context", "context_name", "state"]
+    assert list(info) == ["context", "context_name", "state", "ended", "return", "discount"]
+    assert (info["ended"], info["return"], info["discount"]) == (False, 0.0, 1.0)
+    assert type(info["ended"]) is bool
     states = info["state"].values() if isinstance(info["state"], dict) else [info["state"]]
     assert all(isinstance(state, np.ndarray) for state in states)
 
@@ -426,3 +496,229 @@ def test_gymnasiums_wrappers_around_a_batch():
     np.testing.assert_allclose(calls[-1][-1]["episode"]["r"], returns)
     _, infos = DictInfoToList(CPOMDPVectorEnv(Beacons(), 2)).reset(seed=0)
     assert infos[1]["state"]["position"].shape == (2,)
+
+
+# ---- episodes that end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("program", ENDING)
+def test_episodes_end_inside_their_spaces(program, flat):
+    """They end where the model ends them, or at the horizon; the return is what was earned, discounted."""
+    model = program()
+    env = CPOMDPEnv(model, flat=flat, seed=0)
+    env.action_space.seed(0)
+    lengths = set()
+    for _ in range(30):
+        assert env.reset()[0] in env.observation_space
+        earned, over, t = 0.0, False, 0
+        while not over:
+            observation, reward, over, truncated, info = env.step(env.action_space.sample())
+            earned, t = earned + model.discount**t * reward, t + 1
+            assert observation in env.observation_space
+            assert over == (info["ended"] or t == model.horizon)
+            assert not truncated
+            assert info["return"] == pytest.approx(earned)
+            assert info["discount"] == model.discount
+        lengths.add((t, info["ended"]))
+        with pytest.raises(ResetNeeded, match=f"over after {t} steps"):
+            env.step(env.action_space.sample())
+    assert {True, False} == {ended for _, ended in lengths}
+    assert model.horizon in {t for t, _ in lengths}
+
+
+@pytest.mark.parametrize("program", [Reef, Sail, Awake])
+def test_a_batch_that_ends_is_distributed_as_in_simulate(program):
+    model, B = program(), 4000
+    episodes = simulate(model, RandomPolicy(model.actions), B, seed=0)
+    envs = CPOMDPVectorEnv(model, B, seed=1)
+    envs.action_space.seed(2)
+    _, info = envs.reset()
+    contexts, alive, lengths = info["context"], np.ones(B, bool), np.zeros(B)
+    returns, ended, states = np.zeros(B), np.zeros(B, bool), np.zeros(B)
+    for t in range(model.horizon):
+        actions = envs.action_space.sample()
+        _, rewards, over, _, info = envs.step(actions)
+        lengths += alive
+        returns += np.where(alive, model.discount**t * rewards, 0.0)
+        ended |= alive & info["ended"]
+        states = np.where(alive, info["state"], states)
+        alive &= ~over
+    last = episodes.states.gather(1, episodes.lengths[:, None])
+    theirs = (episodes.observations["ended"].sum(1), episodes.lengths, episodes.returns, last)
+    for mine, other, what in zip(
+        (ended, lengths, returns, states), theirs, ["ended", "length", "return", "state"], strict=True
+    ):
+        assert_alike(mine, other, what)
+        assert_alike(mine * contexts, np.asarray(other).reshape(B) * episodes.contexts.numpy(), what)
+
+
+def one_by_one(model, likelihood, flat, actions, mode):
+    """What every call of `step` returns for each row, by single environments: written by hand.
+
+    Of each call: observation, reward, whether it is over, info, and the last observation and info if an
+    episode is over and another begins in the same call.
+    """
+    rows = []
+    for row, prior in enumerate(np.eye(4)):
+        env = CPOMDPEnv(model, prior=prior, likelihood=likelihood, flat=flat, seed=0)
+        calls, over = [], False
+        observation, info = env.reset()
+        for action in actions[:, row]:
+            final, began = None, over
+            if over and mode is AutoresetMode.DISABLED:
+                env.reset()  # by the caller, between the calls
+            if began and mode is AutoresetMode.NEXT_STEP:
+                (observation, info), reward, over = env.reset(), 0.0, False
+            else:
+                observation, reward, over, _, info = env.step(action)
+            if over and mode is AutoresetMode.SAME_STEP:
+                final = observation, info
+                observation, info = env.reset()
+                calls.append((observation, reward, True, info, final))
+                over = False
+            else:
+                calls.append((observation, reward, over, info, final))
+        rows.append(calls)
+    return list(zip(*rows, strict=True))  # by call, then by row
+
+
+def assert_row(batch, row, single):
+    """Row `row` of observations or infos in a batch is that of the single environment."""
+    if isinstance(single, dict):
+        for name, part in single.items():
+            assert_row(batch[name], row, part)
+            assert batch.get(f"_{name}", np.ones(4, bool))[row]
+    else:
+        np.testing.assert_array_equal(batch[row], single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    ("program", "likelihood", "flat"),
+    [(Fuse, "exact", False), (Fuse, None, True), (Lit, None, False), (Lit, None, True)],
+)
+def test_every_row_ends_and_begins_anew_as_if_it_were_alone(program, likelihood, mode, flat):
+    """Contexts are those of the rows: ends after 1 and 3 steps, at the horizon, and by the horizon alone."""
+    model, rng = program(), np.random.default_rng(0)
+    actions = rng.random((17, 4, 1), np.float32) if model.box else rng.integers(2, size=(17, 4))
+    settings = dict(likelihood=likelihood, flat=flat)
+    envs = CPOMDPVectorEnv(model, 4, prior=np.eye(4), autoreset_mode=mode, **settings)
+    envs.reset(seed=0)
+    done, ends = np.zeros(4, bool), []
+    for k, singles in enumerate(one_by_one(model, likelihood, flat, actions, mode)):
+        if mode is AutoresetMode.DISABLED and done.any():
+            with pytest.raises(ResetNeeded, match="is over after"):
+                envs.step(actions[k])
+            _, info = envs.reset(options={"reset_mask": done})
+            assert np.array_equal(info["_context"], done)
+        observations, rewards, done, truncated, info = envs.step(actions[k])
+        assert observations in envs.observation_space
+        assert not truncated.any()
+        finals = [row for row, single in enumerate(singles) if single[-1] is not None]
+        assert np.array_equal(info.get("_final_obs", np.zeros(4, bool)).nonzero()[0], finals)
+        for row, (observation, reward, over, known, final) in enumerate(singles):
+            assert_row(observations, row, observation)
+            assert_row(info, row, known)
+            assert (rewards[row], done[row]) == (reward, over)
+            if final is not None:
+                assert same(info["final_obs"][row], final[0])
+                assert_row(info["final_info"], row, final[1])
+        ends.append(done.astype(int))
+    wait = 1 if mode is AutoresetMode.NEXT_STEP else 0  # a call that only begins anew
+    lengths = (1, 3, 5, 5)
+    expected = [[int(k % (n + wait) == n - 1) for n in lengths] for k in range(17)]
+    assert np.array_equal(ends, expected)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("program", [Fuse, Lit])
+def test_a_batch_that_ends_is_what_gymnasium_makes_of_single_ones(program, flat, mode):
+    """All that is returned, value by value and type by type: nothing is random."""
+    model = program()
+    made = CPOMDPVectorEnv(model, 4, prior=np.eye(4), flat=flat, autoreset_mode=mode)
+    single = [lambda prior=prior: CPOMDPEnv(model, prior=prior, flat=flat) for prior in np.eye(4)]
+    theirs = SyncVectorEnv(single, autoreset_mode=mode)
+    made.action_space.seed(0)
+    actions = [made.action_space.sample() for _ in range(12)]
+    for call, other in zip(play(made, actions, seed=0), play(theirs, actions, seed=0), strict=True):
+        assert alike(call, other)
+
+
+def alike(one, other):
+    """The same, also in arrays of observations that are dicts."""
+    if isinstance(one, np.ndarray) and one.dtype == object and one.dtype == other.dtype:
+        return same(list(one), list(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return same(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize(("program", "likelihood"), [(Reef, "exact"), (Awake, "exact"), (Sail, "ekf")])
+def test_posteriors_are_the_filters_over_ends_and_new_beginnings(program, likelihood, mode):
+    """Of all rows' episodes, noted down one by one, whole or not."""
+    model, B = program(), 5
+    prior = np.random.default_rng(1).dirichlet(np.ones(2), B)
+    envs = CPOMDPVectorEnv(model, B, likelihood=likelihood, prior=prior, autoreset_mode=mode)
+    sites = envs.encoding.sites
+    envs.action_space.seed(0)
+
+    def noted(observation, info, row=None):
+        """The observation and the posterior of one row."""
+        seen = observation if row is None else {name: part[row] for name, part in observation.items()}
+        values = {
+            name: (seen[name].reshape(site.shape), bool(seen[f"{name}_seen"])) for name, site in sites.items()
+        }
+        at = slice(None) if row is None else row
+        return values, info["ended"][at], info["posterior"][at]
+
+    observation, info = envs.reset(seed=3)
+    lives = [[[(None, *noted(observation, info, row))]] for row in range(B)]
+    anew = np.zeros(B, bool)
+    for _ in range(14):
+        actions = envs.action_space.sample()
+        observation, _, over, _, info = envs.step(actions)
+        for row in range(B):
+            if anew[row]:  # by the call before
+                lives[row].append([(None, *noted(observation, info, row))])
+                continue
+            if over[row] and mode is AutoresetMode.SAME_STEP:
+                last = {name: info["final_info"][name][row] for name in ("ended", "posterior")}
+                values, *_ = noted(info["final_obs"][row], {"ended": [0], "posterior": [0]})
+                lives[row][-1].append((actions[row], values, last["ended"], last["posterior"]))
+                lives[row].append([(None, *noted(observation, info, row))])
+            else:
+                lives[row][-1].append((actions[row], *noted(observation, info, row)))
+        anew = over & (mode is AutoresetMode.NEXT_STEP)
+    lengths = set()
+    for row, episodes in enumerate(lives):
+        assert len(episodes) > 2
+        for first, *steps in episodes:
+            if not steps:
+                continue
+            lengths.add((len(steps), bool(steps[-1][2])))
+            extra = {}
+            if model.initial_observation:
+                extra["initial_observations"] = {name: np.array([first[1][name][0]]) for name in sites}
+            values = {name: np.array([[step[1][name][0] for step in steps]]) for name in sites}
+            seen = {name: np.array([[step[1][name][1] for step in steps]]) for name in sites}
+            ended = np.array([[step[2] for step in steps]])
+            recorded = Episodes.from_arrays(
+                model,
+                np.array([[step[0] for step in steps]]),
+                {**values, "ended": ended},
+                observed={**seen, "ended": np.ones_like(ended)},
+                **extra,
+            )
+            found = as_backend(likelihood).run(model, recorded, seed=0).posterior(torch.tensor(prior[row]))[0]
+            posteriors = np.stack([first[3], *(step[3] for step in steps)])
+            np.testing.assert_allclose(posteriors, found, rtol=1e-5, atol=1e-7)
+    assert len({ended for _, ended in lengths}) == 2
+    assert len({n for n, _ in lengths}) > 2
