@@ -124,6 +124,10 @@ class Mean:
         return f"{self.mean:.{digits}f} ± {decimal(self.standard_error, digits)}"
 
 
+def _percent(share: float, error: float) -> str:
+    return f"{100 * share:.1f} ± {decimal(100 * error, 1)} %"
+
+
 def decimal(value: float, digits: int) -> str:
     """A number with so many decimals, or a dash if it is NaN."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
@@ -139,13 +143,15 @@ class PerEpisode:
     Attributes:
         contexts: The true contexts, int64 `[B]`.
         weights: How much an episode counts, float64 `[B]`: `P(c) / n_c` in a context with n_c episodes.
-        returns: The returns, float64 `[B]`.
+        returns: The returns, discounted if the model says so, float64 `[B]`.
         entropies: Entropies of the context posteriors at the end, in bits, float64 `[B]`.
         identified: Whether the likeliest context at the end was the true one, bool `[B]`.
         drawn: Whether contexts were drawn from the prior because there were more contexts than episodes; all
             weights are `1 / B` then.
         reference_returns: What the policy that regret is against earned in the same worlds, told the context,
             float64 `[B]`; None where none was told.
+        lengths: How many steps each took, int64 `[B]`; None in files of earlier versions.
+        ended: Which of them the model ended, bool `[B]`; None for models that cannot end.
     """
 
     contexts: Tensor
@@ -155,6 +161,8 @@ class PerEpisode:
     identified: Tensor
     drawn: bool
     reference_returns: Tensor | None = None
+    lengths: Tensor | None = None
+    ended: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"PerEpisode(B={len(self.contexts)}, drawn={self.drawn})"
@@ -198,7 +206,7 @@ class Evaluation:
     """What a policy earns and finds out; contexts count as much as the prior says.
 
     Attributes:
-        returns: The return.
+        returns: The return `Σ_t γ^t r_t`, up to the end of each episode.
         returns_by_context: The return in each context that was played, by name.
         entropy: The entropy of the context posterior at the end, in bits: what is left to find out.
         identified: How often the likeliest context at the end is the true one.
@@ -215,6 +223,8 @@ class Evaluation:
             `CPOMDP.context_known_return`), or a policy that was told the context and played the same worlds.
             Such a policy was learned or written, and may not be the best there is: regret is then too small,
             and below zero if it earns less than the policy does that was told nothing.
+        ended: Which share of episodes the model ended; None for models that cannot end.
+        end_time: After how many steps, on average over those that did; None if none did.
         per_episode: The numbers of single episodes, of which the averages are made; None if the evaluation
             was read from a file.
     """
@@ -230,6 +240,8 @@ class Evaluation:
     informed_return: float | None = None
     unplayed: float = 0.0
     regret_against: str | None = None
+    ended: Mean | None = None
+    end_time: Mean | None = None
     per_episode: PerEpisode | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -256,8 +268,8 @@ class Evaluation:
     def from_dict(content: Mapping[str, Any]) -> Evaluation:
         """Read what `as_dict` gave, also in earlier versions, and from JSON in which NaN is null."""
         parts: dict[str, Any] = dict(content)
-        for name in ("returns", "entropy", "regret"):
-            parts[name] = None if parts[name] is None else Mean.from_dict(parts[name])
+        for name in ("returns", "entropy", "regret", "ended", "end_time"):
+            parts[name] = None if parts.get(name) is None else Mean.from_dict(parts[name])
         by_context = parts["returns_by_context"].items()
         parts["returns_by_context"] = {name: Mean.from_dict(each) for name, each in by_context}
         if parts.get("identified_error") is None:
@@ -275,8 +287,11 @@ class Evaluation:
             lines.append(("  not played", missing))
         lines += [
             ("H(C|Y) in bits", self.entropy.with_error(4)),
-            ("identified", f"{100 * self.identified:.1f} ± {decimal(100 * self.identified_error, 1)} %"),
+            ("identified", _percent(self.identified, self.identified_error)),
         ]
+        if self.ended is not None:
+            when = "" if self.end_time is None else f", after {self.end_time.with_error(2)} steps"
+            lines.append(("ended", _percent(self.ended.mean, self.ended.standard_error) + when))
         if self.regret is not None:
             lines.append(("regret", self.regret.with_error()))
         if self.regret_against is not None:
@@ -303,8 +318,9 @@ class Comparison:
 
     def __str__(self) -> str:
         """A Markdown table."""
-        head = ["policy", "episodes", "return ± s.e.", "s.d.", "H(C\\|Y) bits", "identified", "regret"]
-        head += ["ms a decision", "training, s"]
+        can_end = any(e.ended is not None for e in self.evaluations.values())
+        head = ["policy", "episodes", "return ± s.e.", "s.d.", "H(C\\|Y) bits", "identified"]
+        head += [*["ended"] * can_end, "regret", "ms a decision", "training, s"]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for name, e in self.evaluations.items():
             bound = "" if e.regret_at_most is None else f"≤ {e.regret_at_most.mean:.2f}"
@@ -318,6 +334,7 @@ class Comparison:
                 decimal(e.returns.deviation, 2),
                 f"{e.entropy.mean:.3f}",
                 f"{100 * e.identified:.1f} %",
+                *["–" if e.ended is None else f"{100 * e.ended.mean:.1f} %"] * can_end,
                 regret,
                 f"{1e3 * e.seconds_per_decision:.3g}",
                 f"{self.training_seconds[name]:.0f}" if name in self.training_seconds else "–",
@@ -528,6 +545,8 @@ class PlayedBatch(NamedTuple):
     returns: Tensor  # float64 [B]
     posteriors: Tensor  # P(C | y) at the end, [B, C]
     posterior_errors: Tensor  # standard errors of these probabilities, [B]
+    lengths: Tensor  # how many steps were taken, [B]
+    ended: Tensor  # whether that was because the model ended the episode, bool [B]
     seconds: float  # how long the policy thought
     backend: str  # label of the backend that computed the posteriors
 
@@ -555,8 +574,8 @@ class Judge:
         play = partial(_play, self.model, acting, prior, self.reveal_context, self.follow)
         played = self._in_batches(play, [batch[:2] for batch in batches], "playing")
         backend = " and ".join(sorted({part.backend for part in played}))
-        tensors = zip(*(part[:4] for part in played), strict=True)
-        c, returns, posteriors, errors = (torch.cat(parts).cpu() for parts in tensors)
+        tensors = zip(*(part[:6] for part in played), strict=True)
+        c, returns, posteriors, errors, lengths, ended = (torch.cat(parts).cpu() for parts in tensors)
         _warn_if_uncertain(float(errors.mean()), backend)
         each = PerEpisode(
             contexts=c,
@@ -565,9 +584,11 @@ class Judge:
             entropies=entropy(posteriors, "bits"),
             identified=posteriors.argmax(1) == c,
             drawn=int((self.prior > 0).sum()) > B,
+            lengths=lengths,
+            ended=ended if self.model.can_end else None,
         )
         seconds = sum(part.seconds for part in played)
-        return self._summary(each, seconds / (B * self.model.horizon), backend)
+        return self._summary(each, seconds / int(lengths.sum()), backend)
 
     def told(self, policy: PolicyLike, num_episodes: int) -> Tensor:
         """What a policy earns in the same worlds if it is told the context, float64 `[B]`."""
@@ -622,6 +643,8 @@ class Judge:
             informed_return=None if bound is None else float((p * bound.to(p)).sum()),
             unplayed=float(p[torch.bincount(c, minlength=len(p)) == 0].sum()),
             regret_against=against,
+            ended=None if each.ended is None else each.mean(each.ended),
+            end_time=_end_time(each),
             per_episode=each,
         )
 
@@ -630,6 +653,13 @@ class Judge:
         """An upper bound on returns, `[C]`, for a model that knows no better."""
         known = self.model.context_known_return() is not None
         return None if known else informed_return(self.model, max_dim=1)
+
+
+def _end_time(each: PerEpisode) -> Mean | None:
+    """After how many steps episodes ended, of those that did; how many those are was not fixed beforehand."""
+    if each.ended is None or each.lengths is None or not bool(each.ended.any()):
+        return None
+    return Mean.of(each.lengths[each.ended], weights=each.weights[each.ended])
 
 
 def _play(
@@ -655,6 +685,8 @@ def _play(
         returns=episodes.returns.double(),
         posteriors=filtering.posterior(prior)[:, -1],
         posterior_errors=filtering.posterior_error(prior),
+        lengths=episodes.lengths,
+        ended=episodes.ended,
         seconds=seconds,
         backend=backend.label,
     )
@@ -715,7 +747,7 @@ class TimedPolicy:
         began = time.perf_counter()
         with self.stream:
             decision, memory = self.policy.act(history, memory)
-            if isinstance(decision, torch.distributions.Categorical):
+            if isinstance(decision, torch.distributions.Distribution):
                 decision = decision.sample()
         self.seconds += time.perf_counter() - began
         if self.progress is not None:

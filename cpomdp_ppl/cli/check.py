@@ -22,9 +22,13 @@ def check(options: Namespace) -> int:
     except ModelError as error:
         print(error)
         return FAILED
+    box = model.box
+    actions = many(model.num_actions, "action") if box is None else f"actions of {many(box.dim, 'number')}"
+    steps = f"{'at most ' if model.can_end else ''}{many(model.horizon, 'step')}"
+    discounted = "" if model.discount == 1 else f", discount {model.discount:g}"
     print(
-        f"{type(model).__name__}: no faults in {many(model.num_contexts, 'context')}, "
-        f"{many(model.num_actions, 'action')}, {many(model.horizon, 'step')}"
+        f"{type(model).__name__}: no faults in {many(model.num_contexts, 'context')}, {actions}, "
+        f"{steps}{discounted}"
     )
     try:
         ParticleFilter(engine="native").kernel(model)

@@ -215,6 +215,11 @@ def columns(comparison: Comparison) -> dict[str, list[Any]]:
         }
         for name, e in comparison.evaluations.items()
     ]
+    if any(e.ended is not None for e in comparison.evaluations.values()):
+        for row, e in zip(rows, comparison.evaluations.values(), strict=True):
+            row["ended"] = None if e.ended is None else e.ended.mean
+            row["ended_standard_error"] = None if e.ended is None else e.ended.standard_error
+            row["end_time"] = None if e.end_time is None else e.end_time.mean
     return {title: [row[title] for row in rows] for title in rows[0]}
 
 
