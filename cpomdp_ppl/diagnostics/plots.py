@@ -26,6 +26,7 @@ from cpomdp_ppl.diagnostics.style import (
     without_box,
 )
 from cpomdp_ppl.errors import as_integer, invalid, require
+from cpomdp_ppl.signature import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,7 @@ def plot_contexts(data: InferenceData | xr.DataTree, episodes: Iterable[int] | N
         axes[0].plot([], [], color=colour_of(k), ls=line_style(k), lw=THIN, label=name)
     if true is not None:
         axes[0].plot([], [], color=GREY, lw=THICK, label="true context")
+    _mark_ends(data, axes, shown)
     legend_below(figure, axes[0])
     return figure
 
@@ -122,6 +124,7 @@ def plot_states(data: InferenceData | xr.DataTree, episode: int = 0) -> Figure:
             )
         axis.set_ylabel(name + (f"[{', '.join(map(str, where))}]" if where else ""))
         time_axis(axis)
+    _mark_ends(data, axes, [b] * len(shown))
     figure.suptitle(f"episode {b}, given all that was seen", fontsize=10)
     legend_below(figure, axes[0])
     return figure
@@ -174,6 +177,8 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
                 axis.axhline(0.0, color=GREY, lw=0.8, zorder=0)
         column[0].set_title(f"episode {b}", fontsize=10)
         time_axis(column[-1])
+    for row_of_axes in axes:
+        _mark_ends(data, row_of_axes, shown)
     labels = {
         "ess": "effective particles (fraction)",
         "evidence": "evidence log p(o) (nats)",
@@ -181,7 +186,7 @@ def plot_filter(data: InferenceData | xr.DataTree, episodes: Iterable[int] | Non
     }
     for axis, row in zip(axes[:, 0], rows, strict=True):
         axis.set_ylabel(labels[row], fontsize=9)
-    if "ess" in rows:
+    if axes[0, 0].get_legend_handles_labels()[0]:
         legend_below(figure, axes[0, 0])
     return figure
 
@@ -334,6 +339,19 @@ def _until_its_end(data: InferenceData | xr.DataTree, values: xr.DataArray, epis
     return values.sel(episode=episode, time=slice(None, length))
 
 
+def _mark_ends(data: InferenceData | xr.DataTree, axes: Any, shown: Sequence[int]) -> None:
+    """Draw a line where an episode has ended; time axes are then as long as the longest episode shown."""
+    observed = _group(data, "observed_data")
+    if ENDED not in observed.data_vars:
+        return
+    lengths = _group(data, "constant_data")["length"].sel(episode=shown).values.tolist()
+    for axis, b, length in zip(axes, shown, lengths, strict=False):
+        axis.set_xlim(-0.04 * max(lengths), 1.04 * max(lengths))
+        if bool((observed[ENDED].sel(episode=b, time=length) == 1).any()):
+            axis.axvline(length, color=GREY, lw=1.2, ls="dotted", zorder=0)
+    axes[0].plot([], [], color=GREY, lw=1.2, ls="dotted", label="the end")
+
+
 def _component(values: xr.DataArray, where: tuple[int, ...]) -> xr.DataArray:
     """One of the numbers of a state or an observation, whose axes come after time."""
     axes = values.dims[values.dims.index("time") + 1 :]
@@ -343,9 +361,10 @@ def _component(values: xr.DataArray, where: tuple[int, ...]) -> xr.DataArray:
 def _seen_as_a_state(data: InferenceData | xr.DataTree, states: Sequence[xr.DataArray]) -> str | None:
     """The site whose values can be set beside the state, if that is beyond doubt."""
     observed = _group(data, "observed_data")
-    if len(states) != 1 or len(observed.data_vars) != 1:
+    sites = {name: values for name, values in observed.data_vars.items() if name != ENDED}
+    if len(states) != 1 or len(sites) != 1:
         return None
-    ((name, values),) = observed.data_vars.items()
+    ((name, values),) = sites.items()
     alike = values.shape[2:] == states[0].shape[4:]
     known = values.values[np.isfinite(values.values)]
     classes = bool((known == known.round()).all())  # all of them integers

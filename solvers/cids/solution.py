@@ -486,6 +486,9 @@ def _plot(model: CPOMDP, history: xr.Dataset, episodes: Episodes, posterior: Ten
     axes = bottom.subplots(2, len(shown), squeeze=False, sharey="row")
     name, leaf = next(leaves(episodes.states))
     states = leaf.reshape(*leaf.shape[:2], -1).double()  # [B, T + 1, n]: the first part, and a plane as one
+    over = torch.arange(leaf.shape[1], device=leaf.device) > episodes.lengths[:, None]  # [B, T + 1]
+    states = states.masked_fill(over[..., None], torch.nan)  # which is not drawn
+    posterior = posterior.masked_fill(over.to(posterior.device)[..., None], torch.nan)
     for (above, below), c in zip(axes.T, shown, strict=True):
         mine = (episodes.contexts == c).cpu()
         for path in states[mine].cpu():
