@@ -162,6 +162,12 @@ def _numbers(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
             else f"± {100 * error:.1f} % (standard error) of episodes",
         },
     ]
+    ended, when = evaluation.get("ended"), evaluation.get("end_time")
+    if ended is not None:
+        error = "–" if ended["standard_error"] is None else f"{100 * ended['standard_error']:.1f}"
+        after = "" if when is None else f", after {_fixed(when['mean'], 1)} steps on average"
+        more = f"± {error} % (standard error) of episodes{after}"
+        numbers.append({"name": "Ended", "value": f"{100 * ended['mean']:.1f} %", "more": more})
     regret = evaluation.get("regret")
     if regret is not None:
         error = _fixed(regret["standard_error"], 2)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from cpomdp_ppl.actions import Box
     from cpomdp_ppl.evaluation import PolicyLike
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.model import CPOMDP
@@ -42,6 +43,9 @@ If there is too much to show, episodes are left out first, then figures.
 
 FIGURE_CHARACTERS = 2_000_000
 """How many of them are reserved for figures, if there are any, however much room the episodes would take."""
+
+MAX_RANGES = 3
+"""How many axes of a box of actions have their ranges at the top of the page; of more, their number is."""
 
 CAPTION_CHARACTERS = 10_000
 """How many of them are reserved for captions of figures."""
@@ -176,8 +180,9 @@ def _frame(folder: RunFolder, model: CPOMDP) -> dict[str, Any]:
     facts = {
         "command": record["command"],
         "contexts": str(model.num_contexts),
-        "actions": str(model.num_actions),
-        "horizon": str(model.horizon),
+        "actions": str(model.num_actions) if model.box is None else _ranges(model.box),
+        "horizon": f"{'at most ' if model.can_end else ''}{model.horizon}",
+        **({} if model.discount == 1 else {"discount": f"{model.discount:g}"}),
         "seed": str(record.get("seed")),
         "started": record["started"].replace("T", " ").replace("+00:00", " UTC"),
     }
@@ -189,6 +194,18 @@ def _frame(folder: RunFolder, model: CPOMDP) -> dict[str, Any]:
         "foot": f"Made by cpomdp-ppl {versions()['cpomdp-ppl']}.",
         "colours": list(COLOURS),
     }
+
+
+def _ranges(box: Box) -> str:
+    """What continuous actions may be, in a few words."""
+    if box.dim > MAX_RANGES:
+        return f"{box.dim} numbers"
+    axes = zip(box.names, box.low, box.high, strict=True)
+    return ", ".join(f"{name} {_signed(low)} to {_signed(high)}" for name, low, high in axes)
+
+
+def _signed(number: float) -> str:
+    return f"{number:g}".replace("-", "−", 1) if number < 0 else f"{number:g}"
 
 
 def _known_return(model: CPOMDP, prior: Sequence[float] | Tensor | None) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl.report.rounding import packed, significant
-from cpomdp_ppl.signature import signature
+from cpomdp_ppl.signature import ENDED, signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -67,17 +67,22 @@ class Part:
             probabilities=None if self.probabilities is None else self.probabilities[:number],
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, to be written as JSON; the cloud is packed into a string."""
+    def as_dict(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Plain numbers, to be written as JSON, up to the ends of episodes; the cloud is packed."""
+
+        def times(values: Tensor, digits: int = 4) -> list[Any]:
+            listed = significant(values, digits)
+            return [each[: length + 1] for each, length in zip(listed, lengths, strict=True)]
+
         return {
             "name": self.name,
             "kind": self.kind,
             "site": self.site,
-            "true": significant(self.true),
-            "mean": significant(self.mean),
-            "deviation": significant(self.deviation, 3),
+            "true": times(self.true),
+            "mean": times(self.mean),
+            "deviation": times(self.deviation, 3),
             "cloud": None if self.cloud is None else packed(self.cloud),
-            "probabilities": None if self.probabilities is None else significant(self.probabilities, 3),
+            "probabilities": None if self.probabilities is None else times(self.probabilities, 3),
         }
 
 
@@ -88,7 +93,7 @@ class Sketch:
         self.episodes = episodes
         self.states = model.states if model.states is not None and model.states <= MAX_FINITE_STATES else None
         sig = signature(model)
-        self.sites = sig.observations
+        self.sites = {name: site for name, site in sig.observations.items() if name != ENDED}
         self.shapes = {name: leaf.shape for name, leaf in leaves(sig.state)}
         self.reals = {name: leaf.dtype.is_floating_point for name, leaf in leaves(sig.state)}
         numbers = sum(min(shape.numel(), MAX_COMPONENTS) for shape in self.shapes.values())

@@ -227,18 +227,22 @@ function player(run) {
   const [belief, why, episodes, parts] = ["belief", "why", "episode", "part"].map(get);
   const playShape = get("play-shape"), play = get("play"), entropyText = get("entropy"), decision = get("decision");
   const buttons = {first: get("first"), back: get("back"), forward: get("forward"), last: get("last")};
-  const legend = get("legend"), root = get("player"), T = run.horizon, C = run.contexts.length, A = run.actions.length;
+  const legend = get("legend"), root = get("player"), T = Math.max(...run.length), C = run.contexts.length;
+  const A = run.actions.length, axes = run.axes, lanes = axes ? axes.map((axis) => axis.name) : run.actions;
+  const end = () => run.length[b];  // of this episode, in steps
   for (const part of run.parts) if (part.cloud) part.cloud = unpacked(part.cloud);
-  const returns = run.reward.map((each) => each.reduce((sum, r) => sum + r, 0));
+  const returns = run.return, worth = (s) => run.discount ** s;
   run.true_context.forEach((c, b) => episodes.append(
     html("option", {value: b}, `${b + 1}: ${run.contexts[c]}, return ${say(returns[b])}`)));
   run.parts.forEach((part, k) => parts.append(html("option", {value: k}, part.name)));
   if (run.parts.length < 2) get("part-label").remove();
-  slider.max = T;
   if (data.played_by) get("played-by").textContent = `played by ${data.played_by}`; else get("played-by").remove();
   get("player-note").textContent = `Beliefs are those of the filter “${run.likelihood}”. Reward and information are `
     + "those of one step alone, which is not all that a policy that looks ahead goes by: the expected reward, and "
-    + "what the step is expected to tell about the context, estimated from outcomes that the filter tried out.";
+    + "what the step is expected to tell about the context, estimated from outcomes that the filter tried out."
+    + (axes ? ` Besides what was chosen, they are told of a few actions that stand for all: the middle of what is possible, `
+      + "and the ends of every axis." : "")
+    + (run.can_end ? " That an episode goes on, or ends, is seen, too, and counts as evidence." : "");
   const hasProbabilities = run.action_probabilities.some((each) => each.some((row) => row[0] !== null));
   decision.querySelector("thead").append(html("tr", {}, html("th", {scope: "col"}, "Action"),
     hasProbabilities ? html("th", {scope: "col", class: "policy"}, "Policy") : null,
@@ -267,17 +271,19 @@ function player(run) {
     const names = run.contexts, p = run.posterior[b][t], best = p.indexOf(Math.max(...p));
     const words = [];
     if (t > 0) {
-      words.push(`It chose “${run.actions[run.action[b][t - 1]]}” and ${whatSeen(t) ? "saw " + whatSeen(t) : "saw nothing"}.`);
+      words.push(`It chose ${named(t - 1)} and ${whatSeen(t) ? "saw " + whatSeen(t) : "saw nothing"}.`);
     } else words.push(whatSeen(0) ? `Before the first action it saw ${whatSeen(0)}.` : "Nothing has been seen yet.");
     const judged = best === run.true_context[b] ? "true" : "wrong";
     if (C > 1) words.push(Math.max(...p) - Math.min(...p) < .01 ? "Every context is as likely as the others."
       : `It takes the context to be “${names[best]}” (${percent(p[best])}), which is ${judged}.`);
-    if (t < T) {
-      const a = run.action[b][t], q = run.action_probabilities[b][t][a];
-      words.push(`Now: “${run.actions[a]}”${q === null ? "" : ` (${percent(q)})`}, for a reward of ${say(run.reward[b][t])}.`);
-    } else words.push(`The episode is over, with a return of ${say(returns[b])}.`);
+    if (t < end()) {
+      const q = axes ? null : run.action_probabilities[b][t][run.action[b][t]];
+      words.push(`Now: ${named(t)}${q === null ? "" : ` (${percent(q)})`}, for a reward of ${say(run.reward[b][t])}.`);
+    } else words.push(`${run.ended[b] ? "The episode has ended" : "The episode is over"}, with a return of ${say(returns[b])}.`);
     return words.join(" ");
   }
+  const named = (time) => axes ? axes.map(({name}, d) => `${name} = ${say(run.action[b][time][d])}`).join(", ")
+    : `“${run.actions[run.action[b][time]]}”`;
   function whatSeen(time) {
     return Object.entries(run.seen).filter(([, values]) => values[b][time] !== null)
       .map(([site, values]) => `${site} = ${vector(values[b][time])}`).join(", ");
@@ -285,10 +291,11 @@ function player(run) {
   const vector = (values) => values.length === 1 ? say(values[0]) : `(${values.map((v) => say(v)).join(", ")})`;
 
   function update() {
+    slider.max = end();
     slider.value = t;
-    slider.setAttribute("aria-valuetext", `step ${t} of ${T}`);
-    clock.textContent = `t = ${t} of ${T}`;
-    for (const [name, button] of Object.entries(buttons)) button.disabled = name === "first" || name === "back" ? t === 0 : t === T;
+    slider.setAttribute("aria-valuetext", `step ${t} of ${end()}`);
+    clock.textContent = `t = ${t} of ${end()}${run.ended[b] && t === end() ? ", ended" : ""}`;
+    for (const [name, button] of Object.entries(buttons)) button.disabled = name === "first" || name === "back" ? t === 0 : t === end();
     said.textContent = explain();
     saw.replaceChildren();
     for (const [site, values] of Object.entries(run.seen)) if (values[b][t] !== null)
@@ -302,9 +309,9 @@ function player(run) {
           html("span", {}, percent(p))),
         bar("div", p, {background: colour(c)}));
     }));
-    decision.hidden = t === T;
-    if (t < T) why.replaceChildren(...run.actions.map((name, a) => {
-      const q = run.action_probabilities[b][t][a], chosen = a === run.action[b][t];
+    decision.hidden = t === end();
+    if (t < end()) why.replaceChildren(...run.actions.map((name, a) => {
+      const q = run.action_probabilities[b][t][a], chosen = axes ? a === 0 : a === run.action[b][t];
       return html("tr", {class: chosen ? "chosen" : null, "aria-current": chosen ? "true" : null},
         html("td", {title: name}, html("span", {class: "name"}, name)),
         hasProbabilities ? html("td", {}, bar("span", q ?? 0), percent(q)) : null,
@@ -316,42 +323,29 @@ function player(run) {
 
   function draw() {
     const W = picture.clientWidth || 700, part = run.parts[k], narrow = W < 520;
-    const widest = Math.max(...run.actions.map(widthOf), widthOf("reward"));
+    const widest = Math.max(...lanes.map(widthOf), widthOf("reward"));
     const left = Math.min(12 + widest, narrow ? 92 : 150), sideways = Math.max(56, Math.min(130, W * .17)), gap = 14;
-    const end = W - sideways - gap, step = (end - left) / (T + 1), x = linear(0, T, left + step / 2, end - step / 2);
+    const stop = W - sideways - gap, step = (stop - left) / (T + 1), x = linear(0, T, left + step / 2, stop - step / 2);
     picture.replaceChildren();
     const put = (...nodes) => picture.append(...nodes);
     const label = (text, y, strong = false) => put(
       svg("text", {x: left - 8, y: y + 4, "text-anchor": "end", class: strong ? "strong" : null},
         fitted(text, left - 10), svg("title", {}, text)));
-    let y0 = part.kind === "plane" ? plane(part, W, put) : inTime(part, {W, left, end, step, sideways, gap, x}, put, label, narrow);
+    let y0 = part.kind === "plane" ? plane(part, W, put) : inTime(part, {W, left, stop, step, sideways, gap, x}, put, label, narrow);
 
     // What the policy held likely (shading) and did (dots).
-    const lane = A > 8 ? 13 : 20;
-    y0 += 22;
-    const shading = narrow ? "; shading: policy" : ": dots were chosen, shading is the policy’s probability";
-    put(words(left, y0 - 6, "start", fitted(`actions${hasProbabilities ? shading : ""}`, W - left)));
-    const cell = Math.min(24, step);
-    for (let a = 0; a < A; a++) {
-      const y = y0 + lane * (a + .5);
-      label(run.actions[a], y, t < T && run.action[b][t] === a);
-      put(line(left, end, y, y, "var(--grid)"));
-      for (let s = 0; s <= Math.min(t, T - 1); s++) {
-        const q = run.action_probabilities[b][s][a];
-        if (q !== null && q > .01) put(
-          box(x(s) - cell / 2 + .5, y - lane / 2 + 1, cell - 1, lane - 2, "var(--accent)", {rx: 2, opacity: (.5 * q).toFixed(3)}));
-        if (run.action[b][s] === a) put(
-          dot(x(s), y, s === t ? 5 : 3.2, s === t ? "var(--accent)" : "var(--ink)", {stroke: "var(--halo)"}));
-      }
-    }
-    y0 += lane * A + 26;
+    const before = y0, cell = Math.min(24, step);
+    y0 = axes ? controls({left, stop, x, cell}, y0 + 22, put, label) : choices({W, left, stop, x, cell}, y0 + 22, put, label, narrow);
+    const tallActions = y0 - before;
+    y0 += 26;
 
     // What it earned.
     const rewards = run.reward[b], size = Math.max(...run.reward.flat().map(Math.abs), 1e-9), half = 20;
-    const sum = rewards.slice(0, t).reduce((total, r) => total + r, 0);
-    put(words(left, y0 - 4, "start", `rewards, ${say(Number(sum.toPrecision(6)))} in total so far`));
+    const sum = rewards.slice(0, t).reduce((total, r, s) => total + worth(s) * r, 0);
+    const discounted = run.discount === 1 ? "" : `, discounted by ${run.discount} a step`;
+    put(words(left, y0 - 4, "start", fitted(`rewards, ${say(Number(sum.toPrecision(6)))} in total so far${narrow ? "" : discounted}`, W - left)));
     label("reward", y0 + half);
-    put(line(left, end, y0 + half, y0 + half, "var(--line)"));
+    put(line(left, stop, y0 + half, y0 + half, "var(--line)"));
     for (let s = 0; s < t; s++) {
       const h = half * Math.abs(rewards[s]) / size;
       const wide = Math.min(cell, 14), good = rewards[s] > 0;
@@ -363,7 +357,7 @@ function player(run) {
     const tall = narrow ? 80 : 96, y = linear(0, 1, y0 + tall, y0);
     put(words(left, y0 - 10, "start", "probability of each context"));
     for (const v of [0, .5, 1]) {
-      put(line(left, end, y(v), y(v), "var(--grid)"));
+      put(line(left, stop, y(v), y(v), "var(--grid)"));
       label(String(v), y(v));
     }
     const heights = [];
@@ -375,23 +369,66 @@ function player(run) {
       heights.push([p[t], c]);
     }
     for (const v of ticks(0, T, narrow ? 5 : 10)) if (Number.isInteger(v)) put(words(x(v), y0 + tall + 20, "middle", v));
-    put(words(end + 8, y0 + tall + 20, "start", "time"));
+    put(words(stop + 8, y0 + tall + 20, "start", "time"));
+    const late = x(t) > stop - 50;
+    if (run.ended[b] && t === end()) put(words(x(t) + (late ? -7 : 7), y0 + 12, late ? "end" : "start", "ended"));
     const height = y0 + tall + 28;
-    const topOfTime = part.kind === "plane" ? height - 28 - (tall + 30 + 2 * half + 26 + lane * A) : 8;
+    const topOfTime = part.kind === "plane" ? height - 28 - (tall + 30 + 2 * half + 26 + tallActions - 22) : 8;
     picture.prepend(stroke(`M${x(t)} ${topOfTime}V${y0 + tall}`, "var(--line)", 1.5, {id: "cursor"}));
     picture.setAttribute("viewBox", `0 0 ${W} ${height}`);
     picture.style.height = `${height}px`;
     picture.setAttribute("aria-label", `Episode ${b + 1}, ${part.name} up to time ${t}: ${said.textContent}`);
   }
 
+  // Which of finitely many actions: a lane for each.
+  function choices({W, left, stop, x, cell}, y0, put, label, narrow) {
+    const lane = A > 8 ? 13 : 20;
+    const shading = narrow ? "; shading: policy" : ": dots were chosen, shading is the policy’s probability";
+    put(words(left, y0 - 6, "start", fitted(`actions${hasProbabilities ? shading : ""}`, W - left)));
+    for (let a = 0; a < A; a++) {
+      const y = y0 + lane * (a + .5);
+      label(run.actions[a], y, t < end() && run.action[b][t] === a);
+      put(line(left, stop, y, y, "var(--grid)"));
+      for (let s = 0; s <= Math.min(t, end() - 1); s++) {
+        const q = run.action_probabilities[b][s][a];
+        if (q !== null && q > .01) put(
+          box(x(s) - cell / 2 + .5, y - lane / 2 + 1, cell - 1, lane - 2, "var(--accent)", {rx: 2, opacity: (.5 * q).toFixed(3)}));
+        if (run.action[b][s] === a) put(
+          dot(x(s), y, s === t ? 5 : 3.2, s === t ? "var(--accent)" : "var(--ink)", {stroke: "var(--halo)"}));
+      }
+    }
+    return y0 + lane * A;
+  }
+
+  // Continuous actions: a lane for each axis, from its lowest value to its highest.
+  function controls({left, stop, x, cell}, y0, put, label) {
+    const tall = axes.length > 3 ? 30 : 46, gap = 16, spread = run.action_spread[b];
+    const shading = run.action_spread.some((each) => each.some((ends) => ends[0][0] !== null));
+    put(words(left, y0 - 6, "start", fitted(`actions${shading ? ": dots were chosen, bars are where the policy chooses 9 out of 10" : ""}`, stop - left)));
+    axes.forEach(({name, low, high}, d) => {
+      const top = y0 + d * (tall + gap), y = linear(low, high, top + tall, top);
+      label(name, y((low + high) / 2), t < end());
+      for (const v of [low, high]) put(line(left, stop, y(v), y(v), "var(--grid)"), words(stop + 6, y(v) + 4, "start", say(v)));
+      if (low < 0 && high > 0) put(line(left, stop, y(0), y(0), "var(--line)"));
+      const last = Math.min(t, end() - 1);
+      for (let s = 0; s <= last; s++) if (spread[s][0][d] !== null) {
+        const [from, to] = [y(spread[s][0][d]), y(spread[s][1][d])];
+        put(box(x(s) - cell / 2 + .5, to, cell - 1, from - to, "var(--accent)", {rx: 2, opacity: .25}));
+      }
+      for (let s = 0; s <= last; s++) put(
+        dot(x(s), y(run.action[b][s][d]), s === t ? 5 : 3.2, s === t ? "var(--accent)" : "var(--ink)", {stroke: "var(--halo)"}));
+    });
+    return y0 + axes.length * (tall + gap) - gap;
+  }
+
   // A number, or one of finitely many states, against time; beside it, what is believed of it now.
-  function inTime(part, {W, left, end, step, sideways, gap, x}, put, label, narrow) {
+  function inTime(part, {W, left, stop, step, sideways, gap, x}, put, label, narrow) {
     const top = 22, finite = part.kind === "finite", N = finite ? part.probabilities[0][0][0].length : 0;
     const tall = finite ? Math.max(150, Math.min(320, N * 30)) : narrow ? 220 : 270;
-    const p = run.posterior[b], at = end + gap, row = tall / Math.max(N, 1);
+    const p = run.posterior[b], at = stop + gap, row = tall / Math.max(N, 1);
     const [low, high] = finite ? [-.5, N - .5] : bounds[k][0], y = linear(low, high, top + tall, top);
     const title = `${part.name}: the truth (line) and what is believed (${finite ? "shading" : "bands"})`;
-    put(words(left, 10, "start", fitted(narrow ? part.name : title, end - left)));
+    put(words(left, 10, "start", fitted(narrow ? part.name : title, stop - left)));
     put(words(at, 10, "start", narrow ? "now" : "believed now"));
     const every = finite ? Math.ceil(N / (tall / 14)) : 0;
     for (const v of finite ? Array.from({length: N}, (_, s) => s).filter((s) => s % every === 0) : ticks(low, high, 5)) {
@@ -501,7 +538,7 @@ function player(run) {
   }
 
   // ---- moving
-  function go(time) { t = Math.max(0, Math.min(T, time)); update(); }
+  function go(time) { t = Math.max(0, Math.min(end(), time)); update(); }
   function pause() {
     clearInterval(timer); timer = null;
     play.setAttribute("aria-label", "Play"); playShape.setAttribute("d", "M3 1.5v13L14 8z");
@@ -509,17 +546,17 @@ function player(run) {
   }
   function toggle() {
     if (timer) { pause(); return; }
-    if (t === T) go(0);
+    if (t === end()) go(0);
     said.setAttribute("aria-live", "off");  // or a screen reader would talk without end
     play.setAttribute("aria-label", "Pause"); playShape.setAttribute("d", "M3 2h4v12H3zM9 2h4v12H9z");
-    timer = setInterval(() => { go(t + 1); if (t === T) pause(); }, 700);
+    timer = setInterval(() => { go(t + 1); if (t === end()) pause(); }, 700);
   }
   function toEpisode(number) { b = Math.max(0, Math.min(run.true_context.length - 1, number)); episodes.value = b; pause(); go(0); }
 
   buttons.first.onclick = () => { pause(); go(0); };
   buttons.back.onclick = () => { pause(); go(t - 1); };
   buttons.forward.onclick = () => { pause(); go(t + 1); };
-  buttons.last.onclick = () => { pause(); go(T); };
+  buttons.last.onclick = () => { pause(); go(end()); };
   play.onclick = toggle;
   slider.oninput = () => { pause(); go(Number(slider.value)); };
   episodes.onchange = () => toEpisode(Number(episodes.value));
@@ -530,7 +567,7 @@ function player(run) {
     if (on === "SELECT" || on === "TEXTAREA" || (on === "INPUT" && event.key !== " ")) return;
     const keys = {
       ArrowLeft: () => { pause(); go(t - 1); }, ArrowRight: () => { pause(); go(t + 1); },
-      Home: () => { pause(); go(0); }, End: () => { pause(); go(T); },
+      Home: () => { pause(); go(0); }, End: () => { pause(); go(end()); },
       PageUp: () => toEpisode(b - 1), PageDown: () => toEpisode(b + 1),
     };
     if (on !== "BUTTON") keys[" "] = toggle;  // a button that has the focus is what Space presses
