@@ -268,7 +268,7 @@ def test_the_flat_vector():
 
 
 def test_the_flat_vector_of_real_numbers():
-    """Steering from -1 to 1, driving from 0 to 3 as from -1 to 1, whether there was no action, the time, z."""
+    """Steering from -1 to 1; driving, from 0 to 3, likewise; whether there was no action; the time; z."""
     encoding = SpaceEncoding(Sail(), flat=True)
     (first,) = encoding.encode(percept(None, z=None, ended=None), 0)
     assert first.tolist() == [0, 0, 1, 0, 0, 0]

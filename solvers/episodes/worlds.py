@@ -40,7 +40,7 @@ class Environment(Protocol):
         indices; continuous ones are arrays `[D]`.
 
         Of a model whose episodes may end, the third says whether this one has; at the horizon, only one of
-        five does. An observation that has the site `ended` knows better.
+        five does. An observation that has the site `ended` knows better, and so does a dict of information.
         """
         ...
 
@@ -165,8 +165,10 @@ class UserEnvironments:
             ended, gymnasium = bool(rest[0]), len(rest) == 3
             observations, observed = seen_by(agent.model, observation)
             if agent.model.can_end and not observed.get(ENDED, False):
+                info = rest[-1] if isinstance(rest[-1], Mapping) else {}
                 last = agent.time + 1 == agent.model.horizon  # where all are over, and few have ended
-                observations[ENDED], observed[ENDED] = ended, gymnasium or not (last and ended)
+                observations[ENDED] = bool(info.get(ENDED, ended))
+                observed[ENDED] = ENDED in info or gymnasium or not (last and ended)
             agent.observe(observations, observed=observed)
             over = agent.over or ended or (gymnasium and bool(rest[1]))
             earned += worth * _number(reward, "`step` to return a number as the reward, or None")
