@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -8,13 +10,14 @@ import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.inspect import get_model_relations
 from pyro.nn import PyroParam
-from torch.distributions import constraints
+from torch.distributions import Normal, constraints
 
 from cpomdp_ppl import CPOMDP, ModelError, RandomPolicy, simulate
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import fixed_actions
-from tests.programs import EyesOpen, Learnable, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Reef, Sail, Walk
+from tests.solvers.machines import Mortal
 
 
 def sample_sites(trace):
@@ -72,7 +75,26 @@ def test_dependencies_are_those_of_the_mathematics():
     assert set(relations["a_1"]) == set()
 
 
-@pytest.mark.parametrize("make", [Walk, Plates, EyesOpen])
+class Stumbles(Plates):
+    """Falls over, the sooner the further apart its legs are."""
+
+    horizon, discount = 5, 0.7
+
+    def ends(self, state, action, context):
+        return torch.sigmoid((state[..., 0] - state[..., 1]).abs() - 1 + context.squeeze(-1))[..., None]
+
+    def reward(self, state, action, context, next_state):
+        return next_state.sum(-1, keepdim=True) - state[..., :1]
+
+
+class Awake(Mortal):
+    """Sees something before it acts."""
+
+    def __init__(self):
+        super().__init__(2, awake=True)
+
+
+@pytest.mark.parametrize("make", [Walk, Plates, EyesOpen, Reef, Sail, Stumbles, Awake])
 def test_a_batch_is_the_same_episodes_one_by_one(make):
     assert_batch_is_one_by_one(make())
 
@@ -83,7 +105,7 @@ def test_a_batch_of_any_model_is_the_same_episodes_one_by_one(model):
 
 def assert_batch_is_one_by_one(model):
     """Under the same noise: every site of the batch, cut out, gives the single episode."""
-    policy, B = RandomPolicy(model.num_actions), 4
+    policy, B = RandomPolicy(model.actions), 4
     batch = poutine.trace(model).get_trace(policy, B)
     episodes = batch.nodes["_RETURN"]["value"]
     batch.compute_log_prob()
@@ -264,3 +286,145 @@ def test_no_key_of_a_state_is_special():
     state = {"state": {"x": 1, "state": 2}, "y": 3}
     assert dict(leaves(state)) == {"state.x": 1, "state.state": 2, "y": 3}
     assert dict(leaves(5)) == {"state": 5}
+
+
+# ---- episodes that end -------------------------------------------------------------------------------------
+
+
+class Rocks(Reef):
+    """An episode may end anywhere."""
+
+    rocks = 0.3
+
+
+def density_of_rocks(episodes, b, trace):
+    """`log p` of an episode's sites, one after the other, up to its end."""
+    c, n = int(episodes.contexts[b]), int(episodes.lengths[b])
+    total = math.log(0.5)
+    for t in range(n):
+        after = int(episodes.states[b, t + 1])
+        slips = trace.nodes[f"slips_{t + 1}"]["value"].reshape(-1)[b]
+        towards = after < 3 if c == 0 else after > 3
+        surf = 0.7 if towards else 0.4
+        end = 1.0 if after == (1 if c == 0 else 5) else 0.3
+        total += math.log(0.5) + math.log(0.2 if slips else 0.8)
+        total += math.log(surf if episodes.observations["surf"][b, t] else 1 - surf)
+        total += math.log(end if episodes.observations["ended"][b, t] else 1 - end)
+    return total
+
+
+def density_of_sail(episodes, b, trace):
+    """The same of a model whose states and actions are real numbers."""
+    c, n = int(episodes.contexts[b]), int(episodes.lengths[b])
+    x, a = episodes.states[b], episodes.actions[b]
+    total = math.log(0.5) + Normal(0.0, 0.5).log_prob(x[0])
+    for t in range(n):
+        total += math.log(1 / 6) + Normal(x[t] + a[t, 0] * a[t, 1] + c - 0.5, 0.3).log_prob(x[t + 1])
+        if a[t, 1] < 2:
+            total += Normal(x[t + 1], 0.5).log_prob(episodes.observations["z"][b, t])
+        end = torch.sigmoid(2 * (x[t + 1].abs() - 2))
+        total += (end if episodes.observations["ended"][b, t] else 1 - end).log()
+    return float(total)
+
+
+@pytest.mark.parametrize(("make", "density"), [(Rocks, density_of_rocks), (Sail, density_of_sail)])
+def test_nothing_after_the_end_is_in_the_density(make, density):
+    model = make()
+    policy = RandomPolicy(model.actions)
+    with pyro.poutine.trace() as batch:
+        pyro.set_rng_seed(0)
+        episodes = model(policy, 40)
+    assert len(set(episodes.lengths.tolist())) == 4
+    by_hand = [density(episodes, b, batch.trace) for b in range(40)]
+    assert float(batch.trace.log_prob_sum()) == pytest.approx(sum(by_hand), abs=1e-3)
+    batch.trace.compute_log_prob()
+    for site in sample_sites(batch.trace).values():
+        name, _, time = site["name"].rpartition("_")
+        if name in ("a", "surf", "z", "x", "slips", "ended"):
+            begun = int(time) if name == "a" else int(time) - 1  # how many steps must not have ended it
+            over = episodes.lengths <= begun
+            assert (site["log_prob"][over] == 0).all()
+    lengths = set()
+    for seed in range(8):
+        pyro.set_rng_seed(seed)
+        alone = poutine.trace(model).get_trace(policy)
+        one = alone.nodes["_RETURN"]["value"]
+        lengths.add(int(one.lengths))
+        assert float(alone.log_prob_sum()) == pytest.approx(density(one, 0, alone), abs=1e-4)
+    assert len(lengths) > 1
+
+
+def test_an_end_can_be_conditioned_on():
+    model = Rocks()
+    held = {"ended_1": torch.tensor(0.0), "ended_2": torch.tensor(1.0)}
+    episodes = pyro.condition(model, held)(RandomPolicy(2), 30)
+    assert episodes.lengths.tolist() == [2] * 30
+    assert not episodes.rewards[:, 2:].any()
+    never = pyro.condition(model, {f"ended_{t}": torch.tensor(0.0) for t in range(1, 5)})
+    assert never(RandomPolicy(2)).lengths.tolist() == [4]
+    pyro.set_rng_seed(0)
+    trace = poutine.trace(model).get_trace(RandomPolicy(2), 9)
+    again = poutine.replay(model, trace)(RandomPolicy(2), 9)
+    assert torch.equal(again.lengths, trace.nodes["_RETURN"]["value"].lengths)
+    assert torch.equal(again.returns, trace.nodes["_RETURN"]["value"].returns)
+
+
+def test_nobody_acts_on_what_is_shown_after_the_end():
+    """The agent sees nothing of it, and what the policy makes of it is not in the episode."""
+    seen = []
+
+    def look(history):
+        seen.append((history.alive, history.latest.observed["surf"]))
+        return torch.ones(history.num_episodes, dtype=torch.long)
+
+    pyro.set_rng_seed(1)
+    episodes = Rocks()(look, 50)
+    over = episodes.lengths < 4
+    assert over.any()
+    for t, (alive, _) in enumerate(seen):
+        expected = episodes.lengths > t
+        assert alive is None if bool(expected.all()) else torch.equal(alive, expected)
+    assert (episodes.actions.sum(1) == episodes.lengths).all()
+
+
+class Drifts(Sail):
+    """A constant that can be learned; the transition after the end counts for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.drift = PyroParam(torch.tensor(0.3))
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state + self.drift * action[..., 1], 0.3))
+
+
+def test_gradients_come_from_what_was_lived():
+    """Of the ELBO of episodes that are given whole, against the derivative by hand."""
+    model, policy, B = Drifts(), RandomPolicy(Sail.actions), 30
+    with pyro.get_param_store().scope():
+        pyro.set_rng_seed(0)
+        trace = poutine.trace(model).get_trace(policy, B)
+        episodes = trace.nodes["_RETURN"]["value"]
+        data = {
+            name: site["value"].detach()
+            for name, site in sample_sites(trace).items()
+            if not poutine.util.site_is_subsample(site)
+        }
+        elbo = Trace_ELBO()
+        loss = elbo.differentiable_loss(pyro.condition(model, data), lambda *_: None, policy, B)
+        loss.backward()
+        found = float(pyro.get_param_store()._params["drift"].grad)
+    assert loss.item() == pytest.approx(-trace.log_prob_sum().item(), rel=1e-5)
+    x, drive = episodes.states.detach(), episodes.actions[..., 1]
+    off = (x[:, 1:] - x[:, :-1] - 0.3 * drive) / 0.3**2 * drive
+    assert found == pytest.approx(-float(off[episodes.alive].sum()), rel=1e-4)
+    assert (episodes.lengths < 4).any()
+
+
+def test_ends_are_drawn_in_the_picture():
+    graph = pyro.render_model(Rocks(), model_args=(RandomPolicy(2),))
+    assert "ended_1" in graph.source
+    relations = get_model_relations(Sail(), (RandomPolicy(Sail.actions),))["sample_sample"]
+    assert {"x_1"} <= set(relations["ended_1"])
+    samples = Predictive(Rocks(), num_samples=6)(RandomPolicy(2))
+    assert samples["ended_4"].reshape(-1).shape == (6,)
