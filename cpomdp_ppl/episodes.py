@@ -185,6 +185,15 @@ class Episodes:
         return torch.arange(self.horizon, device=self.device) < self.lengths[:, None]
 
     @property
+    def lasting_actions(self) -> Tensor:
+        """Actions to run programs with, whose zeros past the end need not be in a box: there the last lasts."""
+        if self.actions.dim() == 2:
+            return self.actions
+        steps = torch.arange(self.horizon, device=self.device)
+        last = torch.minimum(steps, self.lengths[:, None] - 1)  # [B, T]
+        return self.actions.take_along_dim(last[..., None], 1)
+
+    @property
     def ended(self) -> Tensor:
         """Which episodes the model has ended, bool `[B]`; none, for models that cannot end."""
         if ENDED not in self.observations:

@@ -286,7 +286,7 @@ class Export:
     def _before(self, piece: _Piece) -> None:
         """Draw what is hidden, and what would be seen, given nothing but the actions."""
         M, B, T = self.draws, len(piece.episodes), piece.episodes.horizon
-        actions = torch.cat([piece.episodes.actions] * M)  # of M·B
+        actions = torch.cat([piece.episodes.lasting_actions] * M)  # of M·B
         alive = torch.cat([piece.episodes.alive] * M)
         going_on = torch.ones_like(alive[:, 0])  # whether the drawn episode is, however long the true one was
         with inference_scope(self.model, seed_for(self.seed, BEFORE, piece.start)):
@@ -311,7 +311,7 @@ class Export:
         percepts = []
         for t in range(self.first, some.horizon + 1):
             state = map_state(lambda leaf, t=t: leaf[:, :, t].flatten(0, 1), joint.state)  # [M·B, …]
-            action = torch.cat([some.actions[:, t - 1]] * M) if t else None
+            action = torch.cat([some.lasting_actions[:, t - 1]] * M) if t else None
             percepts.append(self.programs.observe(state, joint.context.flatten(), action))
         return _in_time(percepts, M, B)
 

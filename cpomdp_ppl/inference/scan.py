@@ -164,7 +164,7 @@ def steps_through(
 def observed_in_time(episodes: Episodes, offset: int = 0) -> Iterator[Observed]:
     """What was done and observed in a batch of episodes, at times 0 … T."""
     yield _observed_first(episodes, offset)
-    actions = episodes.actions.unbind(1)
+    actions = episodes.lasting_actions.unbind(1)
     observations = {site: value.unbind(1) for site, value in episodes.observations.items()}
     observed = {site: flags.unbind(1) for site, flags in episodes.observed.items()}
     shortest = int(episodes.lengths.min())

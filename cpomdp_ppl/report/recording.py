@@ -249,9 +249,7 @@ def _tried(model: CPOMDP, episodes: Episodes, time: int) -> Tensor:
     every = probes(model).expand(len(episodes), *probes(model).shape)
     if model.box is None:
         return every
-    # What is written there for episodes that are over is no action.
-    taken = torch.where(episodes.alive[:, time, None], episodes.actions[:, time], every[:, 0])
-    return torch.cat([taken[:, None], every], 1)
+    return torch.cat([episodes.lasting_actions[:, time, None], every], 1)
 
 
 def _expected_rewards(recursion: Recursion, belief: Any, log_posterior: Tensor, tried: Tensor) -> Tensor:
