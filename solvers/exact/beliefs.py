@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -61,7 +62,7 @@ class _Distinct:
 
     def add(self, beliefs: Reals, possible: Reals | None) -> Keys:
         """Beliefs `[n, C, N]`, and what is possible with them: a key for each, `[n]`."""
-        all_keys = row_keys(beliefs.reshape(len(beliefs), -1), DECIMALS)
+        all_keys = row_keys(beliefs.reshape(len(beliefs), math.prod(beliefs.shape[1:])), DECIMALS)
         self.parts.append(_distinct(all_keys, beliefs, possible))
         if sum(len(keys) for keys, *_ in self.parts) > 2 * self.most:
             self.layer(finished=False)

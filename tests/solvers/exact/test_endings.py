@@ -15,6 +15,7 @@ from cpomdp_ppl.actions import Box
 from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.policy import History, Percept
 from cpomdp_ppl.signature import ENDED
+from examples.problems.tiger import Tiger, rule
 from solvers.exact import evaluate, plan
 from tests.conftest import assert_mean
 from tests.programs import Still
@@ -28,7 +29,7 @@ MODELS = [
     Mortal(0, horizon=4),
     Mortal(1, certain=True),
     Mortal(2, C=3, N=3, awake=True),
-    Mortal(3, A=3, certain=True, awake=True),
+    Mortal(9, A=3, certain=True, awake=True),
     Mortal(4, horizon=1),
     Mortal(5, awake=True, horizon=2),
 ]
@@ -87,10 +88,11 @@ def best(model: Mortal, p: Reals, t: int, prior: Reals, temperature: float) -> f
     return max(values, default=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=name)
 def test_the_value_is_that_of_the_best_in_all_histories(model: Mortal) -> None:
     for prior in map(np.asarray, priors(model.num_contexts)):
-        for temperature in TEMPERATURES:
+        for temperature in TEMPERATURES if model.horizon < 4 else TEMPERATURES[1:2]:
             truth = sum(best(model, p, 0, prior, temperature) for p in firsts(model, prior))
             ours = plan(model, prior=prior, temperature=temperature)
             assert ours.value == pytest.approx(truth, abs=1e-10)
@@ -239,3 +241,53 @@ def test_continuous_actions_are_refused_by_name() -> None:
     for solve in (plan, lambda model: evaluate(model, RandomPolicy(model.actions))):
         with pytest.raises(UnsupportedModelError, match=r"solvers\.exact: Steered has continuous actions"):
             solve(model)
+
+
+# ---- the tiger of the literature, whose beliefs are differences of counts ---------------------------------
+
+
+def tiger(horizon: int, *, ends: bool) -> float:
+    """The value at the uniform belief, by value iteration over how many more growls were on the right, k."""
+    odds = (0.85 / 0.15) ** np.arange(-horizon, horizon + 1.0)
+    right = odds / (1 + odds)  # P(the tiger is on the right | k), [2 T + 1]
+    heard = right * 0.85 + (1 - right) * 0.15  # P(a growl on the right | k)
+    V = np.zeros(2 * horizon + 1)
+    for _ in range(horizon):
+        up, down = np.append(V[1:], V[-1]), np.append(V[0], V[:-1])  # the last are too far to matter
+        listen = -1 + 0.95 * (heard * up + (1 - heard) * down)
+        afterwards = 0.0 if ends else 0.95 * V[horizon]
+        opened = np.maximum(10 - 110 * right, 10 - 110 * (1 - right)) + afterwards
+        V = np.maximum(listen, opened)
+    return float(V[horizon])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_tiger_by_value_iteration_over_counts(ends: bool) -> None:
+    for horizon in (1, 2, 3, 4, 7, 12, 40):
+        ours = plan(Tiger(horizon, ends_on_opening=ends))
+        assert ours.value == pytest.approx(tiger(horizon, ends=ends), abs=1e-5)  # 0.85 is in single precision
+        assert max(ours.num_beliefs) <= 40
+    rule_of_two = evaluate(Tiger(7, ends_on_opening=ends), rule)
+    assert rule_of_two.expected_return <= plan(Tiger(7, ends_on_opening=ends)).value + 1e-9
+
+
+@pytest.mark.slow
+def test_the_tiger_of_the_literature() -> None:
+    """19.37, as of Cassandra, Kaelbling and Littman, is come to from below as the horizon grows."""
+    values = [plan(Tiger(horizon)).value for horizon in (20, 40, 80, 160, 320)]
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(19.371, abs=1e-3)
+    gaps = 19.3714 - np.array(values[:3])
+    assert (gaps > 0).all()
+    assert (gaps <= 110 * 0.95 ** np.array([20, 40, 80]) / 0.05).all()
+
+
+def test_the_first_thing_to_do_with_a_tiger_is_to_listen() -> None:
+    """And to open a door after two growls on the other side, while there is time."""
+    ours = plan(Tiger(60))
+    for t in (0, 5, 20):
+        for belief, action in zip(ours.beliefs[t][:, 0], ours.actions[t], strict=True):
+            sure = float(belief.max())
+            expected = 0 if sure < 0.95 else 1 + int(belief.argmin())
+            assert int(action) == expected
