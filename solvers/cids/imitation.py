@@ -38,6 +38,9 @@ NEARLY = 0.05
 INSIDE = 0.01
 """Actions are learned as if they were no nearer to the faces of the box, as a share of its width: to get
 there, a squashed Gaussian would have to go to infinity."""
+AROUND = 0.02
+"""Standard deviation of what is learned around them, in the same units: who does exactly what a rule does, tries
+nothing else and learns nothing any more."""
 AGREED = 0.98
 """An imitation that does what the rule does this often is as good as the rule."""
 
@@ -113,7 +116,8 @@ def imitate(
         if agreed >= AGREED and number > 10:
             break
         kept = [*kept[1 - KEPT :], (inputs, wanted)]
-        _learn(policy, optimizer, kept)
+        with isolated(seed_for(seed, number, 2)), torch.enable_grad():
+            _learn(policy, optimizer, kept)
     return agreed
 
 
@@ -129,16 +133,20 @@ def agreement(policy: BeliefPolicy, inputs: Inputs, wanted: Tensor) -> float:
 
 def _learn(policy: BeliefPolicy, optimizer: torch.optim.Optimizer, kept: list[tuple[Inputs, Tensor]]) -> None:
     """A few steps on every batch that is kept."""
-    with torch.enable_grad():
-        for _ in range(STEPS):
-            for inputs, wanted in kept:
-                optimizer.zero_grad()
-                leaning = policy.decide(inputs)
-                if isinstance(leaning, Tensor):
-                    loss = -(wanted * leaning.log_softmax(-1)).sum(-1).mean()
-                else:
-                    margin = INSIDE * leaning.width
-                    reached = wanted.clamp(leaning.low + margin, leaning.low + leaning.width - margin)
-                    loss = -leaning.log_prob(reached).mean()
-                loss.backward()
-                optimizer.step()
+    for _ in range(STEPS):
+        for inputs, wanted in kept:
+            optimizer.zero_grad()
+            leaning = policy.decide(inputs)
+            if isinstance(leaning, Tensor):
+                loss = -(wanted * leaning.log_softmax(-1)).sum(-1).mean()
+            else:
+                loss = -leaning.log_prob(_around(leaning, wanted)).mean()
+            loss.backward()
+            optimizer.step()
+
+
+def _around(leaning: BoxDistribution, wanted: Tensor) -> Tensor:
+    """Actions near those that were wanted, inside the box."""
+    low, width = leaning.low, leaning.width
+    drawn = wanted + AROUND * width * torch.randn_like(wanted)
+    return drawn.clamp(low + INSIDE * width, low + (1 - INSIDE) * width)
