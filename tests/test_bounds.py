@@ -100,6 +100,44 @@ def test_a_grid_agrees_with_quadrature():
     assert result.regret_at_most.mean == pytest.approx(result.informed_return - result.returns.mean)
 
 
+class Cliff(Hill):
+    """One may fall off on the left; to arrive on top pays, and what comes later is worth less."""
+
+    discount = 0.8
+
+    def ends(self, state, action, context):
+        return torch.sigmoid(-3.0 * (state + 0.5))
+
+    def reward(self, state, action, context, next_state):
+        return (-((next_state - 1 - context) ** 2)).exp() - 0.1 * (state - next_state).abs()
+
+
+def cliff(c):
+    """Its value by splines and quadrature."""
+    x, nodes = np.linspace(-12, 12, 1601), np.linspace(-8.5, 8.5, 401)
+    weights = norm.pdf(nodes) / norm.pdf(nodes).sum()
+    V = np.zeros_like(x)
+    for _ in range(Cliff.horizon):
+        later, Q = CubicSpline(x, V), []
+        for a in range(3):
+            moved = (0.9 * x + 0.7 * (a - 1))[:, None] + 0.4 * nodes
+            reward = np.exp(-((moved - 1 - c) ** 2)) - 0.1 * np.abs(moved - x[:, None])
+            goes_on = 1 / (1 + np.exp(-3 * (moved + 0.5)))
+            Q.append((reward + 0.8 * goes_on * later(moved.clip(-12, 12))) @ weights)
+        V = np.max(Q, axis=0)
+    return CubicSpline(x, V)(0.3 * nodes) @ weights
+
+
+@pytest.mark.slow
+def test_a_grid_agrees_with_quadrature_where_episodes_end():
+    truth = np.array([cliff(0), cliff(1)])
+    found = informed_return(Cliff()).numpy()
+    assert found == pytest.approx(truth, abs=6e-3)
+    assert (found > truth).all()
+    endless = type("Endless", (Cliff,), {"ends": CPOMDP.ends})()
+    assert (informed_return(endless).numpy() > truth + 0.01).all()
+
+
 @pytest.mark.slow
 def test_closed_forms_on_grids():
     assert informed_return(Walk()).numpy() == pytest.approx([0, 0 + 1 + 2], abs=1e-6)  # a step up each time
