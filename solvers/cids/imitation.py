@@ -39,8 +39,8 @@ INSIDE = 0.01
 """Actions are learned as if they were no nearer to the faces of the box, as a share of its width: to get
 there, a squashed Gaussian would have to go to infinity."""
 AROUND = 0.02
-"""Standard deviation of what is learned around them, in the same units: who does exactly what a rule does, tries
-nothing else and learns nothing any more."""
+"""Standard deviation of what is learned around them, in the same units: who does exactly what a rule does
+tries nothing else, and learns nothing any more."""
 AGREED = 0.98
 """An imitation that does what the rule does this often is as good as the rule."""
 
