@@ -186,7 +186,7 @@ class Episodes:
 
     @property
     def lasting_actions(self) -> Tensor:
-        """Actions to run programs with, whose zeros past the end need not be in a box: there the last lasts."""
+        """Actions to run programs with: the last stays past the end, where zeros need not be in a box."""
         if self.actions.dim() == 2:
             return self.actions
         steps = torch.arange(self.horizon, device=self.device)

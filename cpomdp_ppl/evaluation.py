@@ -728,6 +728,15 @@ def _warn_if_uncertain(error: float, likelihood: str) -> None:
         )
 
 
+def _drawn(decision: Decision) -> Decision:
+    """Actions in place of a distribution over them; one of another kind is for play to refuse."""
+    if not isinstance(decision, torch.distributions.Distribution):
+        return decision
+    continuous = len(decision.batch_shape) == len(decision.event_shape) == 1
+    proper = continuous or isinstance(decision, torch.distributions.Categorical)
+    return decision.sample() if proper else decision
+
+
 class TimedPolicy:
     """A policy that draws from a random stream of its own, and whose `seconds` of thinking are counted."""
 
@@ -747,8 +756,7 @@ class TimedPolicy:
         began = time.perf_counter()
         with self.stream:
             decision, memory = self.policy.act(history, memory)
-            if isinstance(decision, torch.distributions.Distribution):
-                decision = decision.sample()
+            decision = _drawn(decision)
         self.seconds += time.perf_counter() - began
         if self.progress is not None:
             self.progress.update(history.num_episodes)

@@ -165,6 +165,14 @@ def test_noise_is_paired_whatever_is_drawn_of_a_box():
     assert torch.equal(one.per_episode.lengths, two.per_episode.lengths)
 
 
+def test_distributions_of_another_shape_are_refused():
+    def without_event(history):
+        return Normal(torch.full((history.num_episodes, 2), 0.5), 1e-3)
+
+    with pytest.raises(ValueError, match=r"policy: expected batch shape \[10\] and event shape \[2\]"):
+        evaluate(Sail(), without_event, 10, likelihood="smc")
+
+
 def test_returns_of_a_box_are_discounted_up_to_the_end():
     """The returns that an evaluation averages are those of a loop over its episodes' rewards."""
     model, seen = Sail(), []

@@ -355,11 +355,14 @@ class Watched:
         return decision, memory
 
     def _spread(self, decision: Decision, B: int, D: int) -> Tensor:
+        unknown = torch.full((B, 2, D), math.nan)
         if not isinstance(decision, torch.distributions.Distribution):
-            return torch.full((B, 2, D), math.nan)
+            return unknown
+        if (decision.batch_shape, decision.event_shape) != ((B,), (D,)):
+            return unknown  # and play will refuse it
         with self.stream:
-            drawn = decision.sample(torch.Size([SPREAD_DRAWS]))  # [draws, B, D]
-        return drawn.quantile(drawn.new_tensor(SPREAD), 0).movedim(0, 1)
+            actions = decision.sample(torch.Size([SPREAD_DRAWS]))  # [draws, B, D]
+        return actions.quantile(actions.new_tensor(SPREAD), 0).movedim(0, 1)
 
 
 def until_the_end(series: Sequence[Any], lengths: Sequence[int], more: int = 0) -> list[Any]:

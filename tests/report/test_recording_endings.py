@@ -107,6 +107,21 @@ def test_how_far_a_policy_spreads_its_actions():
     assert torch.equal(alone.episodes.actions, recording.episodes.actions)
 
 
+@pytest.mark.parametrize(
+    ("decide", "message"),
+    [
+        (lambda B: dist.Categorical(torch.ones(B, 3)), r"event shape \[2\]"),
+        (lambda B: dist.Normal(torch.zeros(B, 2), 1.0), r"event shape \[2\]"),
+        (lambda B: torch.full((B, 2), math.nan), r"expected within Box"),
+        (lambda B: torch.full((B, 2), 7.0), r"expected within Box"),
+        (lambda B: torch.ones(B, 3), r"real actions of shape \[2, 2\]"),
+    ],
+)
+def test_decisions_that_are_no_actions_of_the_box(decide, message):
+    with pytest.raises(ValueError, match=message):
+        record(Sail(), lambda history: decide(history.num_episodes), num_episodes=2, likelihood="smc")
+
+
 def test_finite_beliefs_of_episodes_that_end():
     model = Reef()
     recording = record(model, RandomPolicy(2), num_episodes=6, likelihood="exact", num_outcomes=2, seed=4)
