@@ -120,8 +120,11 @@ class Agent:
         with self._stream, torch.no_grad(), self.model.running():
             decision, self._memory = self.policy.act(history, self._memory)
             action = self._chosen(decision)
-        self._pending = int(action) if self.model.box is None else action.cpu().numpy()
-        return self._pending
+        if self.model.box is None:
+            self._pending = int(action)
+            return self._pending
+        self._pending = action.cpu().numpy().copy()
+        return self._pending.copy()  # the caller's own, who may change it
 
     def _chosen(self, decision: Decision) -> Tensor:
         """The action that a decision comes to: an index, or real numbers `[D]`."""

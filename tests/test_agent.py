@@ -14,6 +14,7 @@ from cpomdp_ppl.inference.choice import default_backend
 from cpomdp_ppl.models import LightDark
 from solvers.cids.policy import LSTMPolicy
 from tests.programs import EyesOpen, Plates, Reef, Sail, Walk
+from tests.solvers.machines import Mortal
 
 
 def play(agent, episodes):
@@ -213,6 +214,59 @@ def test_it_acts_with_real_numbers_and_takes_in_the_end():
         agent.act()
     with pytest.raises(ValueError, match="nothing more: the episode has ended after 2 steps"):
         agent.observe({"ended": False}, action=[0.0, 1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Reef(), Mortal(2, awake=True)], ids=["Reef", "Mortal"])
+def test_its_posterior_is_the_filters_on_episodes_that_end(model):
+    """At every time; where nothing has ended, that is evidence. Once it has, nothing changes any more."""
+    episodes = simulate(model, RandomPolicy(2), 8, seed=0)
+    assert len(set(episodes.lengths.tolist())) > 1
+    posteriors = default_backend(model).run(model, episodes, seed=1).posterior()
+    for b, n in enumerate(episodes.lengths.tolist()):
+        agent = Agent(model, RandomPolicy(2), seed=b)
+        if model.initial_observation:
+            agent.observe({"o": episodes.initial_observations["o"][b]})
+        for t in range(n):
+            torch.testing.assert_close(agent.posterior, posteriors[b, t], rtol=1e-5, atol=1e-7)
+            assert not agent.over
+            agent.act()
+            seen = {site: values[b, t] for site, values in episodes.observations.items()}
+            flags = {site: bool(flags[b, t]) for site, flags in episodes.observed.items()}
+            agent.observe(seen, observed=flags, action=int(episodes.actions[b, t]))
+        torch.testing.assert_close(agent.posterior, posteriors[b, n], rtol=1e-5, atol=1e-7)
+        assert agent.over
+        assert agent.ended == bool(episodes.observations["ended"][b, n - 1])
+        how = f"has ended after {n} steps" if agent.ended else f"is over after {n} steps"
+        with pytest.raises(RuntimeError, match=how):
+            agent.act()
+        with pytest.raises(ValueError, match=how):
+            agent.observe({"ended": True}, action=0)
+        torch.testing.assert_close(agent.posterior, posteriors[b, n], rtol=1e-5, atol=1e-7)
+
+
+def test_what_the_caller_does_with_an_action_is_not_what_was_chosen():
+    model, chosen = Sail(), torch.tensor([[0.5, 1.0]])
+    agents = [Agent(model, lambda history: chosen, seed=0, likelihood="ekf") for _ in range(2)]
+    for agent in agents:
+        action = agent.act()
+        if agent is agents[1]:
+            action *= 0.0
+        agent.observe({"z": 0.7, "ended": False})
+        assert agent.history.latest.action.tolist() == [[0.5, 1.0]]
+    assert torch.equal(agents[0].posterior, agents[1].posterior)
+    assert chosen.tolist() == [[0.5, 1.0]]
+
+
+def test_actions_that_were_really_taken_must_be_in_the_box():
+    agent = Agent(Sail(), RandomPolicy(Sail.actions), seed=0, likelihood="ekf")
+    for action in ([0.5, 4.0], [0.5], "steer", [float("nan"), 1.0]):
+        with pytest.raises(ValueError, match="action: expected"):
+            agent.observe({"z": 0.0, "ended": False}, action=action)
+    assert agent.time == 0
+    agent.observe({"z": 0.0, "ended": False}, action=np.array([0.5, 1.0]))
+    agent.observe({"ended": False}, action=(1, 3))
+    assert agent.history.latest.action.tolist() == [[1.0, 3.0]]
 
 
 def test_whether_an_episode_ends_must_not_be_forgotten():

@@ -395,6 +395,12 @@ class MoreThanCertain(Reef):
         return torch.where((context == 0) & (action == 0), 1.5, 0.0).expand(state.shape)
 
 
+@broken("ends: is 2 in context 'reef right'", "truth values, or probabilities from 0 to 1")
+class CountsItsEnds(Reef):
+    def ends(self, state, action, context):
+        return (state > -1).long() + (context == 1)
+
+
 @broken("ends: is -", "at time", "random actions", "from 0 to 1")
 class LessThanNeverLater(Reef):
     def ends(self, state, action, context):

@@ -3,14 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpomdp_ppl import simulate
-from cpomdp_ppl.generative import Generative
+from cpomdp_ppl import RandomPolicy, simulate
+from cpomdp_ppl.actions import random_actions
+from cpomdp_ppl.generative import Generative, Tally
 from cpomdp_ppl.inference import Observed, ParticleFilter, PerceptDensity, inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
-from tests.programs import EyesOpen, Plates
+from tests.programs import EyesOpen, Plates, Reef, Sail
+from tests.solvers.machines import Mortal
 
 
 def by_hand(model, actions, contexts, seed):
@@ -111,3 +113,63 @@ def test_densities_agree_with_a_filter_of_one_particle(program):
         _, increment = recursion.condition(cloud, seen)
     assert found.shape == (B, C)
     torch.testing.assert_close(found.double(), increment.T)
+
+
+class Stumbles(Plates):
+    """Ends, pays on arrival, and has plates."""
+
+    discount = 0.7
+
+    def ends(self, state, action, context):
+        return torch.sigmoid(state[..., :1] - 1)
+
+    def reward(self, state, action, context, next_state):
+        return next_state.sum(-1, keepdim=True) - state[..., :1]
+
+
+MODELS = [Reef(), Sail(), Stumbles(), Mortal(2, awake=True)]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("seeing", [False, True])
+def test_moves_and_steps_end_pay_and_count_like_episodes(model, seeing):
+    """Returns, ends and rewards at each time of those still going, as `simulate` has them."""
+    B = 4000
+    episodes = simulate(model, RandomPolicy(model.actions), B, contexts="balanced", seed=0)
+    contexts = torch.arange(B) % 2
+    with inference_scope(model, 1):
+        programs = Generative(model)
+        state = programs.initial(contexts)
+        tally, lengths = Tally(model, contexts), torch.zeros(B)
+        for t in range(model.horizon):
+            alive = tally.alive.clone()
+            action = random_actions(model, (B,))
+            move = (programs.step if seeing else programs.move)(state, action, contexts)
+            if seeing:
+                assert torch.equal(move.percept.ended, move.ended)
+            again = programs.reward(state, action, contexts, move.state)
+            assert torch.equal(move.reward, again)
+            theirs = episodes.alive[:, t]
+            for ours, other, what in (
+                (move.reward[alive], episodes.rewards[theirs, t], "reward"),
+                (move.ended[alive], episodes.observations["ended"].reshape(B, -1)[theirs, t], "ended"),
+            ):
+                ours, other = ours.double(), other.double()
+                error = (ours.var() / len(ours) + other.var() / len(other)).sqrt()
+                assert abs(ours.mean() - other.mean()) <= 4.5 * error + 1e-9, (what, t)
+            lengths += alive
+            tally.add(move)
+            state = move.state
+    for ours, other in ((tally.returns, episodes.returns), (lengths, episodes.lengths)):
+        spread = float((ours.double().var() + other.double().var()).sqrt())
+        assert_mean(ours, float(other.double().mean()), "return or length", sd=spread)
+    over = (lengths < model.horizon).float()
+    assert_mean(over, float((episodes.lengths < model.horizon).float().mean()), "ended early", sd=0.71)
+
+
+def test_a_reward_on_arrival_that_is_asked_for_alone_is_drawn():
+    model, B = Reef(), 20_000
+    with inference_scope(model, 0):
+        rewards = Generative(model).reward(torch.full((B,), 2), torch.zeros(B).long(), torch.zeros(B).long())
+    assert set(rewards.tolist()) == {0.0, -4.0}  # it slips, or runs onto the reef
+    assert_mean(rewards, 0.8 * -4.0, "reward", sd=1.6)
