@@ -46,7 +46,8 @@ class Percept:
     def ended(self) -> Tensor:
         """Whether the episode has ended with this step, bool `[B]`; never, for models that cannot end."""
         if ENDED in self.observations:
-            return (self.observations[ENDED] != 0) & self.observed[ENDED]
+            ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
+            return ended.reshape(len(ended), -1).any(1)  # programs with plates have an axis more for each
         flags = next(iter(self.observed.values()))
         return flags.new_zeros(len(flags))
 

@@ -275,10 +275,20 @@ class GridTables(DiscreteRecursion):
             self.jumps = found[0] if probes is not None else found[0][:0]
             self.reward_jumps = found[-1]
             return
+        if self._is_smoothed():
+            functions.pop()
         places = [jumps_of(function, self.grid) for function in functions]
         self.grid = self.grid.refined([x for some in places for x in some])
         self.jumps = self.grid.containing(places[0] if probes is not None else [])
-        self.reward_jumps = self.grid.containing(places[-1])
+        self.reward_jumps = self.grid.containing([] if self._is_smoothed() else places[-1])
+
+    def _is_smoothed(self) -> bool:
+        """Whether rewards are for arrival, and noise comes before it: then no jump of theirs is left."""
+        if not self.model.pays_on_arrival:
+            return False
+        actions = range(self.model.num_actions)
+        pushed = (self._push("transition", self.grid.points[:1], a, Nodes(3)) for a in actions)
+        return all(pilot.noise_axes for _, _, pilot in pushed)
 
     def _density_at(self, probes: Observed, x: Tensor) -> Tensor:
         """Log-densities of some observations at points `[P, d]`, `[C, B, P]`."""

@@ -1,4 +1,4 @@
-"""The exact backend where episodes end and rewards are for arrival, discounted: against all paths of states."""
+"""The exact backend where episodes end and rewards are for arrival, discounted: against all paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.actions import Box
 from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
-from cpomdp_ppl.inference import ObservableOperator
+from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
 from cpomdp_ppl.signature import ENDED
 from tests.conftest import fixed_actions
 from tests.programs import Still
@@ -122,6 +122,61 @@ def test_step_by_step_is_the_same(model):
         flags = {site: values[:, t] for site, values in episodes.observed.items()}
         online.observe(episodes.actions[:, t], seen, flags)
         np.testing.assert_allclose(online.posterior, found.posterior()[:, t + 1], atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "eager"])
+@pytest.mark.parametrize("model", MORTALS, ids=name)
+def test_particles_are_right_on_average(model, engine):
+    """Of 400 runs, `p̂ / p` is 1 on average, and `p̂ / p` times errors 0, within 5 standard errors."""
+    episodes, runs = some_episodes(model)[:10], 400
+    exact = ObservableOperator().run(model, episodes)
+    backend = ParticleFilter(24, engine=engine, tries=2)
+    found = backend.attempt(model, episodes[torch.arange(10).repeat(runs)], seed=0)
+
+    def beginnings(one: Filtering) -> torch.Tensor:
+        """Log-likelihoods until every time, `[…, T + 1, C]`."""
+        return torch.cat([one.initial_increment[:, None], one.increments], 1).cumsum(1)
+
+    def by_run(values: torch.Tensor) -> torch.Tensor:
+        return values.double().unflatten(0, (runs, 10))
+
+    possible = beginnings(exact) > -torch.inf  # [B, T + 1, C]
+    truth = beginnings(exact).where(possible, torch.zeros(()))
+    ratio = (by_run(beginnings(found)) - truth).exp()
+    assert (ratio[:, ~possible] == 0).all()
+    off = {
+        "likelihood": (ratio - 1, possible),
+        "reward": (
+            ratio[:, :, :-1] * (by_run(found.expected_reward) - exact.expected_reward),
+            possible[:, :-1],
+        ),
+        "state": (ratio * (by_run(found.state_mean) - exact.state_mean), possible),
+    }
+    for what, (errors, where) in off.items():
+        mean, error = errors.mean(0)[where], errors.std(0)[where] / runs**0.5
+        distance = mean.abs().where(mean.abs() > 1e-5, torch.zeros(())) / error.clamp(min=1e-12)
+        assert float(distance.max()) < 5, what
+    after = ~episodes.alive.repeat(runs, 1)
+    assert (found.increments[after] == 0).all()
+    assert (found.expected_reward[after] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "eager"])
+@pytest.mark.parametrize("model", MORTALS, ids=name)
+def test_particles_step_by_step_are_the_same(model, engine):
+    episodes, backend = some_episodes(model)[:10], ParticleFilter(512, engine=engine)
+    found = backend.run(model, episodes, seed=0)
+    online = backend.online(model, len(episodes), seed=0)
+    if model.initial_observation:
+        online.observe(None, episodes.initial_observations, episodes.initially_observed)
+    for t in range(model.horizon):
+        seen = {site: values[:, t] for site, values in episodes.observations.items()}
+        flags = {site: values[:, t] for site, values in episodes.observed.items()}
+        online.observe(episodes.actions[:, t], seen, flags)
+        np.testing.assert_allclose(online.posterior, found.posterior()[:, t + 1], atol=1e-6)
+    assert torch.equal(online.ended, (episodes.observations[ENDED] == 1).any(1))
 
 
 def test_episodes_that_no_context_can_have_ended():
