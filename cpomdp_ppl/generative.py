@@ -9,7 +9,7 @@ import torch
 
 from cpomdp_ppl.errors import require_model
 from cpomdp_ppl.handlers import Batched, Recorded
-from cpomdp_ppl.rollout import as_reward, by_episode, percept_of
+from cpomdp_ppl.rollout import as_reward, by_episode, percept_of, require_chances
 from cpomdp_ppl.signature import read_signature
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class Generative:
         with self._batched(context):
             chance = self.model.ends(state, self._column(action), self._column(context))
             chance = by_episode(as_reward(chance), context.shape, self._own).reshape(context.shape)
+            require_chances(self.model, chance)
             return torch.rand(context.shape, dtype=chance.dtype, device=chance.device) < chance
 
     def _batched(self, context: Tensor) -> Batched:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cpomdp_ppl.actions import Box
 from cpomdp_ppl.check import definition_faults, program_faults, reward_arguments
 from cpomdp_ppl.errors import ModelError, UnsupportedModelError, as_integer, require_count
-from cpomdp_ppl.rollout import rollout
+from cpomdp_ppl.rollout import require_chances, rollout
 from cpomdp_ppl.signature import ENDED
 
 if TYPE_CHECKING:
@@ -125,8 +125,12 @@ class CPOMDP(PyroModule):
         if self.can_end:
             chance = torch.zeros(()) if action is None else self.ends(state, action, context)
             chance = chance if chance.is_floating_point() else chance.to(torch.get_default_dtype())
-            end = dist.Bernoulli(chance)
-            pyro.sample(ENDED, end.mask(False) if action is None else end)
+            try:
+                end = dist.Bernoulli(chance)
+                pyro.sample(ENDED, end.mask(False) if action is None else end)
+            except (RuntimeError, ValueError):  # of torch, which cannot say whose chance it is
+                require_chances(self, chance)
+                raise
 
     @property
     def can_end(self) -> bool:

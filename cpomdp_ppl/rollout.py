@@ -129,6 +129,14 @@ def require_finite_episodes(model: CPOMDP, episodes: Episodes) -> None:
         raise ModelError(type(model).__name__, faults)
 
 
+def require_chances(model: CPOMDP, chances: Tensor) -> None:
+    """Raise unless what `ends` returned are probabilities."""
+    bad = ~((chances >= 0) & (chances <= 1))
+    if bool(bad.any()):
+        fault = f"ends: is {chances[bad][0]:.6g}; return truth values, or probabilities from 0 to 1"
+        raise ModelError(type(model).__name__, [fault])
+
+
 def rollout(
     model: CPOMDP, policy: Policy | Callable[[History], Decision], context: Tensor, prior: Tensor
 ) -> Episodes:

@@ -431,7 +431,7 @@ class EndsOfThree(Reef):
         return torch.zeros(3)
 
 
-@broken("ends: raises", "TypeError")
+@broken("ends: expected the arguments (state, action, context), got (state, action)")
 class EndsOfTwo(Reef):
     def ends(self, state, action):
         return state > 5

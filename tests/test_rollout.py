@@ -8,12 +8,15 @@ import torch
 from torch.distributions import constraints
 
 from cpomdp_ppl import FunctionPolicy, ModelError, RandomPolicy, simulate
+from cpomdp_ppl.generative import Generative
+from cpomdp_ppl.gym import CPOMDPEnv
 from cpomdp_ppl.handlers import draw_index
+from cpomdp_ppl.inference import inference_scope
 from cpomdp_ppl.models import LightDark
 from cpomdp_ppl.rng import fresh_seed
 from cpomdp_ppl.state import leaves, map_state
 from tests.conftest import assert_mean, fixed_actions
-from tests.programs import EyesOpen, Learnable, Plates, Walk
+from tests.programs import EyesOpen, Learnable, Plates, Sail, Walk
 
 
 def test_same_seed_same_episodes(model):
@@ -213,6 +216,27 @@ def test_a_program_that_leaves_the_reals_is_named():
 
     with pytest.raises(ModelError, match=r"transition: 'state' is inf at time .* in context '1'"):
         simulate(Blowing(), RandomPolicy(2), 8, contexts="balanced", seed=0)
+
+
+@pytest.mark.parametrize("chance", [float("nan"), 1.5, -0.25])
+def test_a_chance_to_end_that_is_none_is_named(chance):
+    """Wherever it is drawn from, with a check and without."""
+
+    class Odd(Sail):
+        def ends(self, state, action, context):
+            return torch.where(context == 1, chance, 0.0) + 0.0 * state
+
+    model, words = Odd(), f"ends: is {chance:.6g}; return truth values, or probabilities from 0 to 1"
+    with pytest.raises(ModelError, match=words):
+        simulate(model, RandomPolicy(model.actions), 20, contexts="balanced", seed=0)
+    with pytest.raises(ModelError, match=words), pyro.validation_enabled(True):
+        pyro.condition(model, {"context": torch.tensor(1)})(RandomPolicy(model.actions))
+    env = CPOMDPEnv(model, prior=[0.0, 1.0], seed=0)
+    env.reset()
+    with pytest.raises(ModelError, match=words):
+        env.step([0.0, 1.0])
+    with inference_scope(model, 0), pytest.raises(ModelError, match=words):
+        Generative(model).move(torch.zeros(2), torch.zeros(2, 2), torch.tensor([0, 1]))
 
 
 def test_a_first_state_that_is_not_finite_is_blamed_on_initial():

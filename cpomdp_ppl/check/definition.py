@@ -49,7 +49,7 @@ def definition_faults(model: CPOMDP) -> list[str]:
     discount = model.discount
     if not (isinstance(discount, Real) and not isinstance(discount, bool) and 0 < discount <= 1):
         faults.append(f"discount: expected a number above 0 and at most 1, got {discount!r}")
-    faults += _reward_faults(model)
+    faults += _argument_faults(model)
     if model.states is not None and (as_integer(model.states) or 0) < 1:
         faults.append(f"states: expected None or a positive number of states, got {model.states!r}")
     nesting = as_integer(model.max_plate_nesting)
@@ -62,16 +62,19 @@ def definition_faults(model: CPOMDP) -> list[str]:
 
 def reward_arguments(model: CPOMDP) -> tuple[Parameter, ...]:
     """The arguments that `reward` is given, without the model itself: those that have a default keep it."""
-    by_place = [each for each in _reward_parameters(model) if each.kind in BY_PLACE]
+    return _given(_arguments(model.reward))
+
+
+def _given(arguments: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    by_place = [each for each in arguments if each.kind in BY_PLACE]
     return tuple(each for i, each in enumerate(by_place) if i < 3 or each.default is Parameter.empty)
 
 
-def _reward_parameters(model: CPOMDP) -> tuple[Parameter, ...]:
-    """All that `reward` can be given, however it came to be a method."""
-    reward = model.reward
-    parameters = _parameters(getattr(reward, "__func__", reward))
-    takes_model = inspect.ismethod(reward) and parameters[:1] and parameters[0].kind in BY_PLACE
-    return parameters[1:] if takes_model else parameters
+def _arguments(program: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """All that a program can be given, however it came to be a method."""
+    found = _parameters(getattr(program, "__func__", program))
+    takes_model = inspect.ismethod(program) and found[:1] and found[0].kind in BY_PLACE
+    return found[1:] if takes_model else found
 
 
 @cache
@@ -79,19 +82,24 @@ def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     return tuple(inspect.signature(function).parameters.values())
 
 
-def _reward_faults(model: CPOMDP) -> Iterator[str]:
-    """Whether it is plain from its arguments if a reward depends on the next state."""
-    try:
-        given = _reward_parameters(model)
-    except (TypeError, ValueError) as error:
-        yield f"reward: expected a function of known arguments, got {first_line(error)}"
-        return
-    needed = [each for each in given if each.kind is Parameter.KEYWORD_ONLY and each.default is each.empty]
-    unclear = [each for each in given if each.name == "next_state" and each.default is not each.empty]
-    if not 3 <= len(reward_arguments(model)) <= 4 or needed or unclear:
-        shown = inspect.Signature([each.replace(annotation=Parameter.empty) for each in given])
-        expected = "(state, action, context), or (state, action, context, next_state) without a default"
-        yield f"reward: expected the arguments {expected}, got {shown}"
+def _argument_faults(model: CPOMDP) -> Iterator[str]:
+    """Whether `reward` and `ends` take what they are given; and whether it is plain if arrival pays."""
+    three = "(state, action, context)"
+    expected = {"reward": f"{three}, or (state, action, context, next_state) without a default"}
+    numbers = {"reward": (3, 4), "ends": (3,)}
+    for name in ("reward", "ends"):
+        try:
+            arguments = _arguments(getattr(model, name))
+        except (TypeError, ValueError) as error:
+            yield f"{name}: expected a function of known arguments, got {first_line(error)}"
+            continue
+        needed = [each for each in arguments if each.kind is Parameter.KEYWORD_ONLY]
+        unclear = any(each.default is Parameter.empty for each in needed) or any(
+            each.name == "next_state" and each.default is not Parameter.empty for each in arguments
+        )
+        if unclear or len(_given(arguments)) not in numbers[name]:
+            shown = inspect.Signature([each.replace(annotation=Parameter.empty) for each in arguments])
+            yield f"{name}: expected the arguments {expected.get(name, three)}, got {shown}"
 
 
 def _are_names(value: Any) -> bool:

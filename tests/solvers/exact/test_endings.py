@@ -147,6 +147,25 @@ def test_who_plays_the_plan_earns_its_value(model: Mortal) -> None:
     assert all(set(actions) <= set(range(model.num_actions)) for actions in followed)
 
 
+def by_heart(history: History) -> torch.distributions.Categorical:
+    """A random policy that depends on all that was done and seen."""
+    seen = history.observations["o"].sum(1) + 2 * history.actions.sum(1)  # [B]
+    chances = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]])[(seen + history.time) % 3]
+    return torch.distributions.Categorical(chances)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_models_earn_in_play_what_they_earn_over_all_histories(seed: int) -> None:
+    model = Mortal(20 + seed, C=3, K=3, horizon=4, certain=seed % 2 == 1, awake=seed > 1)
+    exactly = evaluate(model, by_heart)
+    episodes = simulate(model, by_heart, 30_000, contexts="balanced", seed=0)
+    assert episodes.returns is not None
+    assert len(set(episodes.lengths.tolist())) > 1
+    for c in range(3):
+        assert_mean(episodes.returns[c::3], float(exactly.returns[c]), f"the return in context {c}")
+
+
 def test_a_plan_refuses_what_cannot_be_seen_but_not_what_is_over() -> None:
     model = Mortal(1, certain=True)
     model.tensors["end"][:] = False  # it cannot end, so to see it end is impossible
