@@ -26,6 +26,8 @@ from solvers.cids import experience
 from solvers.cids.estimator import ActorCritic
 from solvers.cids.group import alone, joined, process_group, single_process
 from solvers.cids.objective import Information
+from solvers.cids.policy import LSTMPolicy
+from tests.solvers.cids.knobs import Knob
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,6 +94,11 @@ CASES = {
         )
         for policy in POLICIES
     },
+    "a box, and ends": lambda rank: (Knob(), dict(likelihood=ParticleFilter(16))),
+    "a box, by histories": lambda rank: (
+        Knob(),
+        dict(likelihood=ParticleFilter(16), policy=LSTMPolicy(Knob(), 8, distribution="beta")),
+    ),
     "led, with practice": lambda rank: (LightDark(3), dict(likelihood="ekf")),
     "own policy": lambda rank: (LineGrid(), dict(likelihood="exact", policy=Table(LineGrid(), rank))),
     "means over the batch": lambda rank: (

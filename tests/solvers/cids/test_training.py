@@ -31,6 +31,8 @@ from solvers.cids.policy import LSTMPolicy
 from solvers.cids.schedules import Geometric
 from tests.children import environment, start_python, wait_for
 from tests.programs import Learnable, Needle
+from tests.solvers.cids.knobs import Knob
+from tests.solvers.machines import Mortal
 from tests.solvers.truth import random_value, solve, tables
 
 SHORT = dict(likelihood="exact", iterations=6, batch_size=20, seed=3, progress=False)
@@ -222,6 +224,32 @@ def test_an_interrupted_fit_goes_on_to_the_very_same_end(tmp_path, policy, whole
     assert same_weights(whole.policy, rest.policy)
     assert same_history(whole.history, rest.history)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+CONTINUOUS = {**SHORT, "likelihood": ParticleFilter(16)}
+OTHERS = {
+    "a box, by beliefs": lambda: (Knob(), CONTINUOUS),
+    "a box, by histories": lambda: (
+        Knob(),
+        CONTINUOUS | {"policy": LSTMPolicy(Knob(), 8, distribution="beta")},
+    ),
+    "an end": lambda: (Mortal(0), {**SHORT, "estimator": ActorCritic(told=0.2)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_ends_and_what_is_continuous_can_be_resumed_too(tmp_path, case):
+    """To the very same end; and the best so far is loaded in between."""
+    model, settings = OTHERS[case]()
+    whole = cids.fit(model, **settings)
+    interrupted_fit(3, model, **OTHERS[case]()[1], checkpoint=tmp_path, checkpoint_every=2)
+    part = cids.load(tmp_path, model)
+    assert part.history.sizes["iteration"] == 3
+    simulate(model, part.policy, 5, seed=0)
+    rest = cids.fit(model, **OTHERS[case]()[1], checkpoint=tmp_path, checkpoint_every=2)
+    assert same_weights(whole.policy, rest.policy)
+    assert same_history(whole.history, rest.history)
 
 
 INSIDE = [("belief", Experience, "live"), ("belief", Learner, "_descend")]
