@@ -13,6 +13,7 @@ from cpomdp_ppl.inference import Cloud, Observed, ParticleFilter, Recursion, inf
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.inference.filtering import log_normalised
 from cpomdp_ppl.inference.persistence import Persistent, Track
+from cpomdp_ppl.policy import History
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import seed_for
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cpomdp_ppl.model import CPOMDP
-    from cpomdp_ppl.policy import History, Percept
+    from cpomdp_ppl.policy import Percept
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ class Memory:
         p = p.double().to(model.device)
         return Memory(belief, p, torch.zeros_like(p))
 
-    def after(self, model: CPOMDP, percept: Percept, time: int, seed: int | None) -> Memory:
-        """After a step (or an initial observation); the memory before stays as it was."""
-        seen = Observed.at(time, percept.action, percept.observations, percept.observed)
+    def after(
+        self, model: CPOMDP, percept: Percept, time: int, seed: int | None, alive: Tensor | None = None
+    ) -> Memory:
+        """After a step (or an initial observation); the memory before stays as it was.
+
+        `alive` is which episodes took it, bool `[B]`, None for all: of others, the belief stays as it was.
+        """
+        seen = Observed.at(time, percept.action, percept.observations, percept.observed, alive=alive)
         with inference_scope(model, seed):
             backend = ParticleFilter(self.belief.shape[2])
             persistent = Persistent(backend, backend.recursion(model), self.prior)
@@ -63,7 +69,8 @@ class Memory:
         t = history.time
         if t == 0 and not model.initial_observation:
             return self
-        return self.after(model, history.latest, t, seed_for(seed, 1, t))
+        alive = History(history.percepts[:-1]).alive if t else None
+        return self.after(model, history.latest, t, seed_for(seed, 1, t), alive)
 
     def expected_reward(self, programs: Recursion, actions: Tensor) -> Tensor:
         """What actions `[B, …]` earn, `[B]`, on average over contexts and particles."""

@@ -78,7 +78,8 @@ class Binning:
             values, flags = percept.observations[name], percept.observed[name]
             if rows is not None:
                 values, flags = values[rows], flags[rows]
-            columns.append(self._numbers(name, values.reshape(len(values), -1), _flags(spec, flags)))
+            numbers = values.reshape(len(values), math.prod(spec.shape))  # of no rows, torch knows no -1
+            columns.append(self._numbers(name, numbers, _flags(spec, flags)))
         return [Symbol(tuple(row)) for row in torch.cat(columns, 1).tolist()]
 
     def _numbers(self, name: str, values: Tensor, flags: Tensor) -> Tensor:
@@ -92,7 +93,11 @@ class Binning:
 def _flags(spec: ObservationSite, flags: Tensor) -> Tensor:
     """Flags `[N, *plates]` for every number of a site, `[N, k]`."""
     event = (1,) * (len(spec.shape) - len(spec.plates))
-    return flags.reshape(flags.shape + event).expand(len(flags), *spec.shape).reshape(len(flags), -1)
+    return (
+        flags.reshape(flags.shape + event)
+        .expand(len(flags), *spec.shape)
+        .reshape(len(flags), math.prod(spec.shape))
+    )
 
 
 def _seen_numbers(spec: ObservationSite, episodes: Episodes, name: str) -> list[Tensor]:

@@ -374,16 +374,31 @@ class POMCP(_TreeSearch):
     def _pushed(
         self, programs: Generative, beliefs: list[pomdp_py.Particles], action: Tensor, time: int
     ) -> list[pomdp_py.Particles]:
-        """Beliefs moved by actions `[B]`, whatever was seen."""
+        """Beliefs moved by actions `[B]`, whatever was seen but that the episode goes on."""
         states = [state for belief in beliefs for state in belief.particles]
         sizes = [len(belief.particles) for belief in beliefs]
         x = torch.tensor([state.row for state in states], dtype=torch.float64, device=self.rows.device)
         c = torch.tensor([state.context for state in states], device=self.rows.device)
         a = action.repeat_interleave(torch.tensor(sizes, device=action.device))
         known = torch.tensor([state.log_posterior for state in states], dtype=torch.float64)
-        moved = self.rows.of(programs.move(self.rows.state(x), a, c).state)
-        parts = zip(moved.split(sizes), c.split(sizes), known.split(sizes), strict=True)
-        return [particles(x, c, time, known) for x, c, known in parts]
+        moved = programs.move(self.rows.state(x), a, c)
+        ended = torch.zeros_like(c, dtype=torch.bool) if moved.ended is None else moved.ended
+        columns = self.rows.of(moved.state), c, known, ended
+        parts = zip(*(column.split(sizes) for column in columns), strict=True)
+        return [particles(x[n], c[n], time, known[n]) for x, c, known, n in map(_going_on, parts)]
+
+
+def _going_on(part: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A belief's states, contexts and log-posteriors, `[N, …]`, and which N of them to keep, `[N]`.
+
+    Those of states with which the episode would have ended, the last entry, are replaced by others.
+    """
+    x, c, known, ended = part
+    left = (~ended).nonzero()[:, 0]
+    n = torch.arange(len(c), device=c.device)
+    if 0 < len(left) < len(c):
+        n = torch.where(ended, left[torch.randint(len(left), c.shape, device=c.device)], n)
+    return x, c, known, n
 
 
 @contextmanager
