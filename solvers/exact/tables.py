@@ -146,6 +146,7 @@ def finite(model: CPOMDP) -> Finite:
 
     Raises:
         UnsupportedModelError: If it is not finite, naming the program and the site.
+        ModelError: If a reward is not a number, in a state that an episode may get to.
     """
     require_model(model)
     require_finite_actions(model, "solvers.exact")
@@ -155,6 +156,7 @@ def finite(model: CPOMDP) -> Finite:
         with torch_errors_as_model_errors(model):
             outcomes = _outcomes(recursion, sites, torch.arange(model.num_actions, device=model.device))
             before = _outcomes(recursion, sites, None) if model.initial_observation else None
+            rewards = _rewards(recursion)
         prior = recursion.model.prior().detach().double().cpu().numpy()
     if before is None:
         C, N = recursion.initial.shape
@@ -165,11 +167,29 @@ def finite(model: CPOMDP) -> Finite:
         prior / prior.sum(),
         recursion.initial.cpu().numpy(),
         recursion.transition.cpu().numpy(),
-        recursion.rewards.cpu().numpy(),
+        rewards.cpu().numpy(),
         float(model.discount),
         before,
         outcomes,
     )
+
+
+def _rewards(recursion: FiniteRecursion) -> Tensor:
+    """Rewards `[C, A, N]`, zero in states that no episode gets to: what is written there may be anything."""
+    model = recursion.model
+    moves = recursion.transition > 0  # [C, A, N, N]
+    if model.can_end:
+        moves = moves & (recursion.goes_on > 0)[:, :, None]
+    there = recursion.initial > 0  # [C, N]
+    for _ in range(min(model.horizon - 1, recursion.N)):
+        there = there | (there[:, None, :, None] & moves).any(2).any(1)
+    bad = ~recursion.rewards.isfinite() & there[:, None]
+    if bool(bad.any()):
+        c, a, s = bad.nonzero()[0].tolist()
+        where = f"for action '{model.action_names[a]}' in context '{model.context_names[c]}'"
+        fault = f"reward: is {recursion.rewards[c, a, s]:g} in state {s} {where}; it must be finite"
+        raise ModelError(type(model).__name__, [fault])
+    return torch.where(there[:, None], recursion.rewards, 0.0)
 
 
 class _LimitedEnumeration(Enumerated):

@@ -12,13 +12,13 @@ import torch
 
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.actions import Box
-from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
+from cpomdp_ppl.errors import ModelError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.policy import History, Percept
 from cpomdp_ppl.signature import ENDED
 from examples.problems.tiger import Tiger, rule
 from solvers.exact import evaluate, plan
 from tests.conftest import assert_mean
-from tests.programs import Still
+from tests.programs import Reef, Still
 from tests.solvers.machines import Mortal
 
 if TYPE_CHECKING:
@@ -244,6 +244,31 @@ def test_equal_beliefs_of_the_living_and_the_dead_are_not_one() -> None:
     ours = plan(Dull())
     assert ours.num_beliefs == (1, 1, 1)
     np.testing.assert_allclose(ours.q_values[0], [[0.0, 0.75, 1.75]])
+
+
+class Abyss(Reef):
+    """Nobody says what is to be earned where all is over."""
+
+    deepest = 1.0
+
+    def reward(self, state: Any, action: Any, context: Any) -> torch.Tensor:
+        over = state == torch.where(context == 0, 1, 5)
+        return torch.where(over, torch.nan, state.float()) / torch.where(state == 3, self.deepest, 1.0)
+
+
+def test_rewards_must_be_numbers_wherever_episodes_get_to() -> None:
+    model = Abyss()
+    simulated = simulate(model, RandomPolicy(2), 20_000, contexts="balanced", seed=0)
+    exactly = evaluate(model, RandomPolicy(2)).returns
+    assert simulated.returns is not None
+    for c in range(2):
+        assert_mean(simulated.returns[c::2], float(exactly[c]), "the return")
+    assert np.isfinite(plan(model, temperature=1.0).value)
+    model.deepest = 0.0
+    words = "reward: is inf in state 3 for action 'left' in context 'reef left'; it must be finite"
+    for solve in (plan, lambda model: evaluate(model, RandomPolicy(2))):
+        with pytest.raises(ModelError, match=words):
+            solve(model)
 
 
 class Steered(Still):
