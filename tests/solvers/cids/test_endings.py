@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import Episodes, simulate
-from cpomdp_ppl.inference import ObservableOperator, inference_scope
+from cpomdp_ppl.inference import ObservableOperator, ParticleFilter, inference_scope
 from cpomdp_ppl.inference.knowledge import Knowledge
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.signature import ENDED
@@ -26,6 +26,7 @@ from solvers.cids.lucky import search
 from solvers.cids.objective import Information, Variational
 from solvers.cids.playing import play_out
 from solvers.cids.policy import Exploring, LSTMPolicy, previous_actions, unroll
+from solvers.cids.quality import LikelihoodQuality
 from solvers.cids.searching import Searching, _Simulator
 from solvers.cids.settings import FitSettings
 from solvers.cids.verdict import Trial
@@ -332,6 +333,18 @@ def test_after_the_end_nothing_is_paid_or_found_out():
     torch.testing.assert_close(information.sum(1), told)
     log_probs = torch.where(dead, 0.0, -1.0)
     assert bool((Variational().payoffs(batch, log_probs, 2.0)[dead].abs() < 1e-9).all())
+
+
+def test_particles_are_counted_as_long_as_episodes_go_on():
+    model = Mortal(0, horizon=5)
+    policy = BeliefPolicy(model, 4, likelihood=ParticleFilter(32))
+    batch = a_batch(model, learner(model, policy, policy.backend))
+    own = batch.filtering.ess[torch.arange(30), :, batch.contexts].tolist()
+    going_on = [
+        n for row, length in zip(own, batch.episodes.lengths.tolist(), strict=True) for n in row[:length]
+    ]
+    found = LikelihoodQuality(30).measure(batch)["ess"]
+    assert found == pytest.approx(sum(going_on) / len(going_on))
 
 
 def test_units_are_those_of_steps_that_were_taken():
