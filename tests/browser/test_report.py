@@ -14,6 +14,8 @@ from cpomdp_ppl.experiments.run_folder import RunFolder
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.report import write_report
 from tests.browser.chromium import Chromium, find_chromium
+from tests.cli.conftest import data_of
+from tests.programs import Sail
 
 EVIL = "</script><script>document.title = 'broken'</script><img src=x onerror=\"document.title = 'broken'\">"
 
@@ -363,3 +365,36 @@ def test_the_verdict_is_at_the_top(browser, tmp_path):
     browser.open(write_report(folder.path, model=LineGrid()))
     assert text(browser, "header #verdict.warning") == EVIL
     assert "learned by smc, 64 particles" in texts(browser, "#facts li")
+
+
+def test_episodes_that_end_and_actions_that_are_numbers(browser, tmp_path):
+    """Every episode stops at its own end, and says so; actions have axes, and promises of a few are told."""
+    file = report(tmp_path / "run", Sail(), RandomPolicy(Sail.actions), results=False, seed=3)
+    run = data_of(file)["player"]
+    assert len(set(run["length"])) > 1
+    assert True in run["ended"]
+    assert False in run["ended"]
+    for width in (400, 1280):
+        browser.open(file, width=width)
+        assert browser.evaluate(OUTSIDE) == []
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        for b, (length, ended) in enumerate(zip(run["length"], run["ended"], strict=True)):
+            steer, drive = (f"{number:.3g}".replace("-", "−") for number in run["action"][b][0])
+            assert f"Now: steer = {steer}, drive = {drive}" in text(browser, "#said")
+            assert texts(browser, "#why tr td:first-child")[:3] == ["as chosen", "middle", "steer lowest"]
+            found = [float(cell.replace("−", "-")) for cell in texts(browser, "#why td:nth-child(2)")]
+            assert found == pytest.approx(run["expected_reward"][b][0], abs=0.0051)
+            browser.press("End")
+            assert clock(browser) == length == int(browser.evaluate("document.querySelector('#time').max"))
+            assert ("ended" in text(browser, "#clock")) == ended
+            over = "The episode has ended" if ended else "The episode is over"
+            assert over in text(browser, "#said")
+            assert "ended" not in text(browser, "#saw")
+            browser.press("ArrowRight")
+            assert clock(browser) == length  # there is nothing after
+            browser.press("PageDown")
+    assert texts(browser, "#facts li")[2:5] == [
+        "actions steer −1 to 1, drive 0 to 3",
+        "horizon at most 4",
+        "discount 0.8",
+    ]
