@@ -119,6 +119,24 @@ class Tables(Random):
         return self.rewards[context, action, state]
 
 
+class Mortal(Tables):
+    """The same, with episodes that may end, in some states for sure; rewards are for arrival."""
+
+    discount = 0.9
+
+    def build(self):
+        super().build()
+        C, A, N = self.rewards.shape
+        self.dying = (1.6 * self.uniform(C, A, N) - 0.6).clamp(0, 1)
+        self.rewards = self.plan.scale * self.normal(C, A, N, N)
+
+    def ends(self, state, action, context):
+        return self.dying[context, action, state]
+
+    def reward(self, state, action, context, next_state):
+        return self.rewards[context, action, state, next_state]
+
+
 class Linear(Random):
     """Linear and Gaussian; the context switches the dynamics."""
 
@@ -267,7 +285,7 @@ class Plated(Random):
         return state.sum(-1, keepdim=True)
 
 
-KINDS = {kind.__name__: kind for kind in (Tables, Linear, Scalar, Parts, Hybrid, Plated)}
+KINDS = {kind.__name__: kind for kind in (Tables, Mortal, Linear, Scalar, Parts, Hybrid, Plated)}
 
 TAILS = ["Normal", "StudentT", "Cauchy", "Laplace"]
 COUNTS = ["Poisson", "Binomial", "Bernoulli", "Categorical"]
@@ -279,7 +297,7 @@ def plans(draw, kinds=tuple(KINDS), longest=200):
     kind = draw(st.sampled_from(kinds))
     rarely = draw(st.integers(0, 39))
     short = st.integers(1, 6)
-    sensors = COUNTS if kind == "Tables" else TAILS + COUNTS
+    sensors = COUNTS if kind in ("Tables", "Mortal") else TAILS + COUNTS
     return Plan(
         kind=kind,
         contexts=64 if rarely == 23 else draw(st.sampled_from([1, 2, 2, 3, 5])),

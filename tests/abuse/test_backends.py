@@ -30,7 +30,7 @@ from cpomdp_ppl.inference import (
     ParticleFilter,
     UnscentedKalmanFilter,
 )
-from cpomdp_ppl.signature import signature
+from cpomdp_ppl.signature import ENDED, signature
 from cpomdp_ppl.state import leaves, map_state
 from tests.abuse.effort import TRIED, examples
 from tests.abuse.programs import Plan, default_dtype, plans
@@ -137,7 +137,7 @@ def must_serve(plan: Plan, name: str) -> bool:
         return gaussian or plan.kind == "Hybrid"
     if name in ("ekf", "ukf", "look-ahead"):
         return gaussian
-    return name == "exact" and plan.kind == "Tables" and plan.sensor != "Poisson"
+    return name == "exact" and plan.kind in ("Tables", "Mortal") and plan.sensor != "Poisson"
 
 
 @st.composite
@@ -201,7 +201,10 @@ def require_numbers_or_reasons(plan: Plan, backends, ragged=False, alien=None) -
         if alien is not None:
             episodes = replace(
                 episodes,
-                observations=map_state(alien, episodes.observations),
+                observations={
+                    site: values if site == ENDED else alien(values)  # the dead see nothing more
+                    for site, values in episodes.observations.items()
+                },
                 initial_observations=map_state(alien, episodes.initial_observations),
             )
         for name, backend in backends.items():
@@ -241,13 +244,16 @@ def forward_algorithm(model, episodes) -> np.ndarray:
             if model.initial_observation:
                 seen = bool(episodes.initially_observed["o"][b])
                 steps.append((None, int(episodes.initial_observations["o"][b]) if seen else None))
-            for t in range(model.horizon):
+            for t in range(int(episodes.lengths[b])):
                 seen = bool(episodes.observed["o"][b, t])
                 o = int(episodes.observations["o"][b, t]) if seen else None
                 steps.append((int(episodes.actions[b, t]), o))
-            for a, o in steps:
+            for t, (a, o) in enumerate(steps, start=-model.initial_observation):
                 if a is not None:
                     alpha = alpha @ moves[c, a]
+                    if model.can_end:
+                        dies = model.dying[c, a].double().numpy()
+                        alpha = alpha * (dies if episodes.observations[ENDED][b, t] else 1 - dies)
                 if o is not None:
                     alpha = alpha * symbols[c, a or 0, :, o]
             total = alpha.sum()
@@ -256,7 +262,7 @@ def forward_algorithm(model, episodes) -> np.ndarray:
 
 
 @examples(8)
-@given(plan=plans(kinds=("Tables",), longest=4))
+@given(plan=plans(kinds=("Tables", "Mortal"), longest=4))
 def test_finite_models_agree_with_the_forward_algorithm(plan):
     """Exact to rounding; SMC within five of its own standard errors, and 0.02 for the error's error."""
     with default_dtype(plan.dtype):
