@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cpomdp_ppl.cli.command import FAILED, OK, Command
 from cpomdp_ppl.cli.options import SUITABLE, count, note, shows_progress, target_options
@@ -18,6 +21,7 @@ from cpomdp_ppl.diagnostics import (
     summary,
     to_inference_data,
 )
+from cpomdp_ppl.diagnostics.inference_data import state_variables
 from cpomdp_ppl.experiments.run_files import CALIBRATION, GOOD_RHAT, RHAT
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.rng import seed_for
@@ -116,9 +120,21 @@ def _write(
 
 
 def summary_columns(data: InferenceData | DataTree) -> dict[str, list[Any]]:
-    """ArviZ's summary of contexts and states as columns; the first has the names of the quantities."""
+    """ArviZ's summary of contexts and states as columns; the first has the names of the quantities.
+
+    Without states past the end of their episode, each of which is the last once more.
+    """
     table = summary(data, ["is_context", "state"], round_to=5)
+    table = table[[not over for over in _past_the_end(data, [str(name) for name in table.index])]]
     return {"quantity": [str(name) for name in table.index], **table.to_dict("list")}
+
+
+def _past_the_end(data: InferenceData | DataTree, quantities: list[str]) -> list[bool]:
+    """Which quantities are of a state, `state[episode, time…]`, at a time past the length of its episode."""
+    lengths = np.asarray(data["constant_data"]["length"])
+    names = "|".join(map(re.escape, state_variables(data["posterior"])))
+    places = [re.match(rf"(?:{names})\[(\d+), (\d+)", quantity) for quantity in quantities]
+    return [place is not None and int(place[2]) > lengths[int(place[1])] for place in places]
 
 
 def r_hat_sentence(table: dict[str, list[Any]]) -> str:

@@ -83,6 +83,10 @@ def test_from_check_to_report(capsys):
     ]
     assert main(["diagnose", "here", *words]) == 0
     data = az.from_netcdf("here/episodes.nc")
+    lasted = data.constant_data["length"].values.tolist()
+    assert min(lasted) < 4
+    states = [row["quantity"] for row in rows_of("here/rhat.csv") if row["quantity"].startswith("state")]
+    assert states == [f"state[{b}, {t}]" for b, length in enumerate(lasted) for t in range(length + 1)]
     assert data.constant_data["action_axis"].values.tolist() == ["steer", "drive"]
     assert "observations: ended" in read("here/calibration.json")["p_values"]
     assert main(["report", "here", "--num-episodes", "2"]) == 0
