@@ -15,7 +15,7 @@ from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
 from cpomdp_ppl.models import ContextualTiger, LineGrid
 from cpomdp_ppl.prior import one_prior
 from tests.conftest import fixed_actions
-from tests.programs import Walk
+from tests.programs import Reef, Walk
 
 NAN, INF = float("nan"), float("inf")
 
@@ -48,6 +48,45 @@ def test_entropy():
 def test_entropy_is_of_distributions(p):
     with pytest.raises(ValueError, match="probabilities: expected"):
         entropy(p if isinstance(p, str) else torch.tensor(p))
+
+
+def test_information_of_ends_against_a_loop():
+    """That episodes go on, and end, is evidence; past the end there is none, and nothing is lost."""
+    model = Reef()
+    episodes = simulate(model, RandomPolicy(2), 40, seed=0)
+    filtering = ObservableOperator().run(model, episodes)
+    gain = information_gain(filtering, episodes.contexts)
+    drop = information_gain(filtering)
+    for b, length in enumerate(episodes.lengths.tolist()):
+        surf, ended = (episodes.observations[site][b].tolist() for site in ("surf", "ended"))
+        actions = episodes.actions[b].tolist()
+        beliefs = []  # P(context, and what was seen until every time), by a loop over positions
+        for c in (0, 1):
+            belief = [0.5 * (s == 3) for s in range(7)]
+            beliefs.append([sum(belief)])
+            for t in range(length):
+                move = 2 * actions[t] - 1
+                after = [0.0] * 7
+                for s, p in enumerate(belief):
+                    after[min(max(s + move, 0), 6)] += 0.8 * p
+                    after[s] += 0.2 * p
+                for s in range(7):
+                    louder = 0.7 if (s < 3 if c == 0 else s > 3) else 0.4
+                    after[s] *= louder if surf[t] else 1 - louder
+                    wrecked = s == (1 if c == 0 else 5)
+                    after[s] *= wrecked == bool(ended[t])
+                belief = after
+                beliefs[-1].append(sum(belief))
+        p = torch.tensor(beliefs, dtype=torch.float64)
+        p = p / p.sum(0)  # [C, length + 1]
+        assert gain[b, :length].tolist() == pytest.approx(
+            p[episodes.contexts[b]].log().diff().tolist(), abs=1e-9
+        )
+        assert drop[b, :length].tolist() == pytest.approx((-entropy(p.T).diff()).tolist(), abs=1e-9)
+        assert gain[b, length:].tolist() == drop[b, length:].tolist() == [0.0] * (4 - length)
+    bracket = mutual_information(filtering, episodes.contexts)
+    assert bracket.upper == pytest.approx(float(drop.sum(1).mean()))
+    assert bracket.lower == pytest.approx(float(gain.sum(1).mean()))
 
 
 def test_information_adds_up():
