@@ -21,6 +21,7 @@ from cpomdp_ppl.policy import Percept
 from cpomdp_ppl.prior import as_prior
 from cpomdp_ppl.rng import fresh_seed
 from cpomdp_ppl.rollout import blind
+from cpomdp_ppl.signature import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,14 +110,14 @@ class OnlineFilter:
                 `[B, D]`. None for an initial observation.
             observations: By site, `[B, …]` (or without the episode axis, for a single episode). Sites left
                 out were not observed. Of models whose episodes may end, `ended` is one, and says as much
-                where an episode goes on.
+                where an episode goes on: it is not to be left out, unless `observed` says that nobody knows.
             observed: By site, bool `[B]` (`[B, …]` for sites in the program's own plates; sites left out
                 were not observed). Without it, everything given counts as observed.
             complete: Whether to refuse a step in which a site was not observed that the program shows.
 
         Raises:
             ValueError: If this cannot be a step of the model.
-            ObservationError: If it is not complete, but should be.
+            ObservationError: If it is not complete, but should be, or does not say whether that was the end.
             DegenerateWeightsError: If no context can have produced it, however many particles.
         """
         if (action is None) == self._begun:
@@ -128,6 +129,8 @@ class OnlineFilter:
             seen = self._of_the_living(seen)
         if complete:
             self._require_complete(seen)
+        if self.model.can_end and action is not None and (observed is None or ENDED not in observed):
+            self._require_told_of_the_end(seen)
         if self._keys is not None:  # it will enter a scope itself, should it have to
             self._keys.position = self._randomness
             self._take_in(seen)
@@ -225,6 +228,17 @@ class OnlineFilter:
                     f"{list(given) or 'nothing'}; if it was not seen all the same, say "
                     f"observed={ {**dict.fromkeys(given, True), site: False} }"
                 )
+
+    def _require_told_of_the_end(self, seen: Observed) -> None:
+        """Raise if nothing says whether an episode has ended: to leave out that it goes on would be wrong."""
+        told = seen.observed[ENDED].reshape(self.num_episodes, -1).any(1) | self.ended
+        if not bool(told.all()):
+            given = [site for site, flags in seen.observed.items() if bool(flags.any())]
+            raise ObservationError(
+                f"observations: expected site '{ENDED}', as to go on is evidence, too, "
+                f"got {given or 'nothing'}; "
+                f"if nobody knows, say observed={ {**dict.fromkeys(given, True), ENDED: False} }"
+            )
 
     def _shown(self, action: Tensor | None, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """What the program shows after an action, if it shows what is given; by site, bool `[B, *plates]`."""

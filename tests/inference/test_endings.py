@@ -248,6 +248,14 @@ def test_particles_are_right_on_average(model, engine, tries, truths):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [HardCliff(), Legs()], ids=["HardCliff", "Legs"])
+def test_particles_that_look_ahead_are_right_on_average(model, truths):
+    truth = truths[type(model).__name__]
+    many = truth.episodes[torch.arange(len(truth.episodes)).repeat(100)]
+    require_unbiased(truth, ParticleFilter(64, guide="ekf").attempt(model, many, seed=1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Cliff(), pytest.param(HardCliff(), marks=pytest.mark.long)], ids=NAMES[:2])
 def test_the_grid_is_as_exact_as_quadrature(model, truths):
     truth, grid = truths[type(model).__name__], GridFilter(240, tolerance=float("inf"))

@@ -13,7 +13,7 @@ import torch
 
 from cpomdp_ppl import CPOMDP, Episodes, RandomPolicy, simulate
 from cpomdp_ppl.actions import Box
-from cpomdp_ppl.errors import DegenerateWeightsError, UnsupportedModelError
+from cpomdp_ppl.errors import DegenerateWeightsError, ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference import Filtering, ObservableOperator, ParticleFilter
 from cpomdp_ppl.signature import ENDED
 from tests.conftest import fixed_actions
@@ -255,6 +255,19 @@ def test_the_reef_is_found_by_those_who_play():
         error = (p[some] * (1 - p[some])).sum().sqrt() / some.sum()
         assert some.sum() > 100
         assert abs(float((is_right[some] - p[some]).mean())) < 4 * float(error)
+
+
+def test_a_step_that_does_not_say_whether_it_was_the_end():
+    """Left out by mistake, survival would be no evidence; who does not know has to say so."""
+    online = ObservableOperator().online(Reef())
+    with pytest.raises(ObservationError, match=r"expected site 'ended'.*got \['echo'\].*'ended': False"):
+        online.observe("right", {"echo": 0})
+    with pytest.raises(ObservationError, match="expected site 'ended'"):
+        online.observe("right", {"echo": 0}, {"echo": True})
+    assert online.time == 0
+    online.observe("right", {"echo": 0}, {"echo": True, ENDED: False})
+    online.observe("right", {"echo": 0, ENDED: False})
+    assert online.time == 2
 
 
 class Steered(Still):
