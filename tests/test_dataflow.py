@@ -178,3 +178,19 @@ def test_a_gate_that_is_seen_wherever_it_matters_is_fine():
 
     assert found(observation).mask_parents == {"z": {"detected"}}
     type("Watched", (Walk,), {"observation": observation})().check()
+
+
+def test_the_end_is_a_site_like_others():
+    """It depends on no site that is seen; a program that branches on the context may do anything."""
+
+    def observation(self, state, action, context):
+        pyro.sample("b", dist.Normal(hidden("a"), 1.0))
+
+    def ends(self, state, action, context):
+        return state > 1
+
+    def branching(self, state, action, context):
+        return state > 1 if bool((context == 0).any()) else state > 2
+
+    assert found(observation, ends=ends).parents == {"b": {"a"}}
+    assert found(observation, ends=branching).parents == {"b": {"a"}, "ended": {"a", "b"}}
