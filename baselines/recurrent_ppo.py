@@ -22,8 +22,10 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from baselines.learned import Learned, LearningInterrupted, in_box
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, SpaceEncoding
+from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.progress import bar
 from cpomdp_ppl.rng import isolated
+from cpomdp_ppl.rollout import simulate
 
 if TYPE_CHECKING:
     from cpomdp_ppl.model import CPOMDP
@@ -47,11 +49,11 @@ def fit(
 ) -> Learned:
     """Learn a policy by recurrent PPO.
 
-    Updates see at least four episodes from start to end in each of 64 places; rewards are discounted as the
-    model says, and scaled to what a critic starts from. After an end, and after the horizon, nothing is to
-    come. Continuous actions are drawn from a Gaussian on a scale where their box reaches from -1 to 1, and
-    clipped there, as Stable-Baselines3 has it. The policy is learned for the model's prior over contexts, and
-    ignores any other it is started with.
+    Updates see four episodes from start to end in each of 64 places, or as many steps as those of random
+    actions have that end earlier. Rewards are discounted as the model says, and scaled to what a critic
+    starts from. After an end, and after the horizon, nothing is to come. Continuous actions are drawn from a
+    Gaussian on a scale where their box reaches from -1 to 1, and clipped there, as Stable-Baselines3 has it.
+    The policy is learned for the model's prior over contexts, and ignores any other it is started with.
 
     Args:
         model: The CPOMDP.
@@ -74,9 +76,10 @@ def fit(
     """
     require_model(model)
     total = require_count("num_episodes", num_episodes)
+    length = _length(model)
     chosen = {
-        "n_steps": EPISODES_PER_UPDATE * model.horizon,
-        "batch_size": SIDE_BY_SIDE * model.horizon,
+        "n_steps": EPISODES_PER_UPDATE * length,
+        "batch_size": SIDE_BY_SIDE * length,
         "n_epochs": 5,
         "learning_rate": 1e-3,
         "gamma": float(model.discount),
@@ -105,6 +108,14 @@ def fit(
     if not finished:
         raise LearningInterrupted(learned)
     return learned
+
+
+def _length(model: CPOMDP) -> int:
+    """How many steps episodes of random actions have, rounded up: horizons may be far beyond the end."""
+    if not model.can_end:
+        return model.horizon
+    episodes = simulate(model, RandomPolicy(model.actions), SIDE_BY_SIDE * EPISODES_PER_UPDATE, seed=0)
+    return math.ceil(float(episodes.lengths.double().mean()))
 
 
 def _show(bar: Bar, episodes: EpisodesForSB3) -> None:

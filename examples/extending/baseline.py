@@ -1,5 +1,8 @@
 """Adding a baseline: the action that pays most at once, whatever may be learned from others.
 
+Of continuous actions, it knows the middle of their box and either end of every axis. Episodes that are over
+need no thought: their decisions count for nothing.
+
 python -m examples.extending.baseline
 """
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cpomdp_ppl import CPOMDP, History, Policy, RandomPolicy, compare
+from cpomdp_ppl.actions import probes
 from cpomdp_ppl.inference import as_backend
 from cpomdp_ppl.models import ContextualTiger
 
@@ -43,9 +47,10 @@ class Myopic:
         online, latest = copy(memory), history.latest
         if history.time or self.model.initial_observation:
             online.observe(latest.action, latest.observations, latest.observed)
-        rewards = [online.expected_reward(action) for action in range(self.model.num_actions)]  # A of [B, C]
+        actions = probes(self.model)  # [A], or [A, D]
+        rewards = [online.expected_reward(action) for action in actions]  # A of [B, C]
         expected = (torch.stack(rewards) * online.posterior).sum(-1)  # [A, B]
-        return expected.argmax(0), online
+        return actions[expected.argmax(0)], online
 
 
 def main() -> None:

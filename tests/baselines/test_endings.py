@@ -8,15 +8,17 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from baselines.commands import best_repeated
 from baselines.commitments import plans, returns_after, returns_of
 from baselines.pft import PFT
 from baselines.qmdp import QMDP
+from baselines.simple import Always, ApproachObserveCommit, MostLikelyContext
 from cpomdp_ppl import CPOMDP, simulate
 from cpomdp_ppl.actions import Box
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference import ParticleFilter
 from cpomdp_ppl.inference.backend import inference_scope
-from cpomdp_ppl.policy import History, Percept
+from cpomdp_ppl.policy import FunctionPolicy, History, Percept
 from solvers.exact import plan
 from tests.baselines.mine import DIG, LEAVE, TAP, Mine, action_values, values_of
 from tests.conftest import assert_mean
@@ -113,7 +115,9 @@ def test_qmdp_is_value_iteration_one_step_ahead():
 
 @pytest.mark.slow
 def test_pft_is_nearly_optimal_in_the_mine():
-    assert_nearly_optimal(PFT(Mine(), 150, 16), 25)
+    model = Mine()
+    model.horizon = 3
+    assert_nearly_optimal(PFT(model, 150, 16), 25)
 
 
 @pytest.mark.slow
@@ -245,6 +249,43 @@ def test_continuous_actions_aim_at_the_posterior_mean():
         assert np.abs(off).max() < 4 * 0.146
         assert np.abs(off).mean() < 4 * 0.146 / 2
         assert_mean(torch.tensor(off), 0.0, f"what actions are off at time {t}")
+
+
+@pytest.mark.slow
+def test_rules_take_continuous_actions_by_context():
+    """By hand: the likeliest context is the one whose target is nearest to what was heard."""
+    model = Aim()
+    spread = FunctionPolicy(lambda h: model.box.uniform(torch.zeros(())).expand((h.num_episodes,)))
+    each = [Always(model, -2.0), spread, Always(model, [1.5])]
+    episodes = simulate(model, MostLikelyContext(model, each, ParticleFilter(2)), 60, seed=0)
+    heard = episodes.observations["z"][:, 0]
+    likeliest = (heard[:, None] - torch.tensor(model.targets)).abs().argmin(1)
+    actions = episodes.actions[:, 1, 0]
+    assert (actions[likeliest == 0] == -2.0).all()
+    assert (actions[likeliest == 2] == 1.5).all()
+    assert len(actions[likeliest == 1].unique()) == int((likeliest == 1).sum()) > 3
+
+    rule = ApproachObserveCommit(model, 2.0, 1, -1.0, [0.1, 0.2, 0.3], 0.6, ParticleFilter(2))
+    episodes = simulate(model, rule, 60, seed=0)
+    heard = episodes.observations["z"][:, 0]
+    weights = (-0.5 * ((heard[:, None] - torch.tensor(model.targets)) / model.noise) ** 2).softmax(1)
+    sure, context = weights.max(1)
+    expected = torch.where(sure > 0.6, torch.tensor([0.1, 0.2, 0.3])[context], -1.0)
+    assert (episodes.actions[:, 0] == 2.0).all()
+    assert torch.allclose(episodes.actions[:, 1, 0], expected)
+    assert 0 < int((expected == -1).sum()) < 60
+
+
+@pytest.mark.slow
+def test_the_best_to_repeat_ends_or_is_a_probe():
+    assert [int(each.action) for each in best_repeated(Mine(), 0)] == [DIG, LEAVE]
+    assert [float(each.action) for each in best_repeated(Aim(), 0)] == [-2.0, 0.0, 0.0]  # of -2, 0 and 2
+
+
+@pytest.mark.parametrize("action", [2.5, [1.0, 1.0], "left", [[0.5]]])
+def test_what_is_no_continuous_action_is_named(action):
+    with pytest.raises(ValueError, match=r"^action: expected"):
+        Always(Aim(), action)
 
 
 @pytest.mark.parametrize("kind", ["QMDP", "POUCT", "POMCP"])

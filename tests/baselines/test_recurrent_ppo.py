@@ -94,6 +94,7 @@ def test_it_learns_with_continuous_actions_from_episodes_that_end():
     learned = recurrent_ppo.fit(Climb(), 300, progress=False)
     episodes, learner = simulate(Climb(), learned.policy, 200, seed=0), learned.policy.learner
     assert learner.gamma == 0.5
+    assert learner.n_steps == 4 * 3  # by hand, random pulls of 0 to 2 are above 2 after 2.7 steps or so
     assert len(learned.history.episodes) >= 4
     pulls = episodes.actions[episodes.alive]
     assert pulls.min() >= 0
