@@ -48,6 +48,8 @@ IMITATED = 64
 """How many lucky episodes are imitated in each step."""
 IMITATION = Linear(0.1, 0.0, until=0.8)
 """Weight of imitating them, in units of the advantages' size."""
+ARRIVALS = 8
+"""How many next states are drawn to tell what an action pays, where that depends on them."""
 MOST_LUCKY = 3.0
 """An advantage of a lucky action counts for no more than this, in those units."""
 LEARNING_RATE = Linear(3e-3, 3e-4)
@@ -98,8 +100,14 @@ class Sight:
         return torch.stack([self.expected_reward(action) for action in actions], -1)
 
     def expected_reward(self, action: Tensor) -> Tensor:
-        """`r_c(s, a)` of one action in each episode, `[B]` or `[B, D]`; `[B, 1]`."""
-        return self.programs.reward(self.state, action, self.context)[:, None]
+        """`r_c(s, a)` of one action in each episode, `[B]` or `[B, D]`; `[B, 1]`.
+
+        Where models pay on arrival, it is the mean over a few next states.
+        """
+        n = ARRIVALS if self.programs.model.pays_on_arrival else 1
+        state = map_state(lambda leaf: leaf.repeat_interleave(n, 0), self.state)
+        rewards = self.programs.reward(state, *(x.repeat_interleave(n, 0) for x in (action, self.context)))
+        return rewards.view(-1, n).mean(1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)

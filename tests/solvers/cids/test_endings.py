@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from cpomdp_ppl import Episodes, simulate
+from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import ObservableOperator, ParticleFilter, inference_scope
 from cpomdp_ppl.inference.knowledge import Knowledge
 from cpomdp_ppl.rng import isolated
@@ -20,7 +22,7 @@ from solvers.cids.batch import Batch
 from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.estimator import ActorCritic, Decisions, Reinforce, standardised
 from solvers.cids.experience import Beginnings
-from solvers.cids.experts import Restarts, rehearse
+from solvers.cids.experts import ARRIVALS, Restarts, Sight, rehearse
 from solvers.cids.group import SINGLE_PROCESS
 from solvers.cids.lucky import search
 from solvers.cids.objective import Information, Variational
@@ -496,6 +498,22 @@ def test_practice_goes_on_until_the_end(seed):
     assert_mean((last.double() - chance)[mine], 0.0, "ends")
     gamma = 0.8 ** torch.arange(6).double()
     torch.testing.assert_close(batch.rewards(False), episodes.rewards.double() * gamma)
+
+
+def test_who_sees_everything_expects_what_is_paid_on_arrival():
+    """The mean over 4,000 of them, and that each is itself a mean: 4.5 standard errors."""
+    model, B = Mortal(0, N=3), 4000
+    moves, pays = model.tables["transition"], model.tables["reward"]
+    means = (moves * pays).sum(-1)  # [C, A, N]
+    variances = (moves * pays**2).sum(-1) - means**2
+    for c, s in itertools.product(range(2), range(3)):
+        with inference_scope(model, 0):
+            state, context = torch.full((B,), s), torch.full((B,), c)
+            found = Sight(Generative(model), state, context, context * 0).expected_rewards[:, 0].double()
+        for a in range(2):
+            assert_mean(found[:, a], float(means[c, a, s]), "what is expected")
+            squares = (found[:, a] - means[c, a, s]).square()
+            assert_mean(squares, float(variances[c, a, s]) / ARRIVALS, "its variance")
 
 
 def values_by_hand(model, belief, time):
