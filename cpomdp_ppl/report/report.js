@@ -335,7 +335,7 @@ function player(run) {
 
     // What the policy held likely (shading) and did (dots).
     const before = y0, cell = Math.min(24, step);
-    y0 = axes ? controls({left, stop, x, cell}, y0 + 22, put, label) : choices({W, left, stop, x, cell}, y0 + 22, put, label, narrow);
+    y0 = axes ? controls({left, stop, x, cell}, y0 + 22, put, label, narrow) : choices({W, left, stop, x, cell}, y0 + 22, put, label, narrow);
     const tallActions = y0 - before;
     y0 += 26;
 
@@ -401,10 +401,11 @@ function player(run) {
   }
 
   // Continuous actions: a lane for each axis, from its lowest value to its highest.
-  function controls({left, stop, x, cell}, y0, put, label) {
+  function controls({left, stop, x, cell}, y0, put, label, narrow) {
     const tall = axes.length > 3 ? 30 : 46, gap = 16, spread = run.action_spread[b];
-    const shading = run.action_spread.some((each) => each.some((ends) => ends[0][0] !== null));
-    put(words(left, y0 - 6, "start", fitted(`actions${shading ? ": dots were chosen, bars are where the policy chooses 9 out of 10" : ""}`, stop - left)));
+    const known = run.action_spread.some((each) => each.some((ends) => ends[0][0] !== null));
+    const shading = narrow ? "; bars: policy" : ": dots were chosen, bars are where the policy chooses 9 out of 10";
+    put(words(left, y0 - 6, "start", fitted(`actions${known ? shading : ""}`, stop - left)));
     axes.forEach(({name, low, high}, d) => {
       const top = y0 + d * (tall + gap), y = linear(low, high, top + tall, top);
       label(name, y((low + high) / 2), t < end());
