@@ -345,11 +345,16 @@ def _mark_ends(data: InferenceData | xr.DataTree, axes: Any, shown: Sequence[int
     if ENDED not in observed.data_vars:
         return
     lengths = _group(data, "constant_data")["length"].sel(episode=shown).values.tolist()
-    for axis, b, length in zip(axes, shown, lengths, strict=False):
+    over = [
+        bool((observed[ENDED].sel(episode=b, time=n) == 1).any()) for b, n in zip(shown, lengths, strict=True)
+    ]
+    style = {"color": GREY, "lw": 1.2, "ls": "dotted"}
+    for axis, length, ended in zip(axes, lengths, over, strict=False):
         axis.set_xlim(-0.04 * max(lengths), 1.04 * max(lengths))
-        if bool((observed[ENDED].sel(episode=b, time=length) == 1).any()):
-            axis.axvline(length, color=GREY, lw=1.2, ls="dotted", zorder=0)
-    axes[0].plot([], [], color=GREY, lw=1.2, ls="dotted", label="the end")
+        if ended:
+            axis.axvline(length, zorder=0, **style)
+    if any(over):
+        axes[0].plot([], [], label="the end", **style)
 
 
 def _component(values: xr.DataArray, where: tuple[int, ...]) -> xr.DataArray:
