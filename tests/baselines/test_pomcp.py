@@ -37,7 +37,7 @@ from cpomdp_ppl.signature import signature
 from cpomdp_ppl.state import leaves
 from tests.baselines.upfront import Regretful
 from tests.conftest import assert_mean, fixed_actions
-from tests.programs import EyesOpen, Plates
+from tests.programs import EyesOpen, Plates, Still
 from tests.solvers import truth
 
 
@@ -424,6 +424,31 @@ def test_a_lost_belief_is_pushed_through_the_action():
         belief = particles(torch.tensor([[3.0], [2.0]]), torch.tensor([0, 1]), 1, torch.zeros(2, 2))
         (moved,) = policy._pushed(Generative(model), [belief], torch.tensor([0]), 2)
     assert [(s.row, s.context, s.time) for s in moved.particles] == [([2.0], 0, 2), ([1.0], 1, 2)]
+
+
+class Trapdoor(Still):
+    """Half of all steps lead through it, and that is the end."""
+
+    contexts, horizon, states = 1, 3, 2
+
+    def transition(self, state, action, context):
+        return pyro.sample("fell", dist.Bernoulli(0.5).expand(state.shape)).long()
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(0.0, 1.0).expand(state.shape))
+
+    def ends(self, state, action, context):
+        return state == 1
+
+
+def test_a_belief_that_is_pushed_keeps_to_what_goes_on():
+    """Whoever still acts has not fallen, whatever else was seen."""
+    planner, N = POMCP(Trapdoor(), 5, num_particles=40), 40
+    before = particles(torch.zeros(N, 1), torch.zeros(N, dtype=torch.long), 0, torch.zeros(N, 1))
+    with inference_scope(planner.model, 0):
+        (after,) = planner._pushed(Generative(planner.model), [before], torch.tensor([0]), 1)
+    assert [state.row for state in after.particles] == [[0.0]] * N
+    assert {state.time for state in after.particles} == {1}
 
 
 @pytest.mark.slow
