@@ -253,7 +253,8 @@ class POMCP(_TreeSearch):
     observations none ever has: pomdp-py gives up with "Particle deprivation". With bins this is rarer, but
     the particles are few, and pomdp-py fills up their number with copies. Where none is left, the belief
     before is pushed through the action, and what was seen is ignored, but that the episode goes on; if that
-    happens every time, it is the prior pushed through all actions. `deprivation` counts how often it did, in this process.
+    happens every time, it is the prior pushed through all actions. `deprivation` counts how often it did, in
+    this process.
 
     Args:
         model: The CPOMDP, of finitely many actions.
