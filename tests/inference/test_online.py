@@ -121,7 +121,7 @@ def test_an_impossible_step_leaves_the_filter_where_it_was():
         ((["up"],), "action: expected names out of"),
         ((True,), "action: expected integer indices or names"),
         ((0.5,), "action: expected integer indices or names"),
-        ((5,), "action: expected 0 to 2, got 5"),
+        ((5,), r"action: expected 0 to 2 \(left, right, observe\), got 5"),
         ((None,), "action: expected an action, got None"),
         (([0, 1],), r"action: expected an index, a name, or either for each: \[1\]"),
         (("observe", {"y": 1.0}), r"observations: expected sites out of \['z'\]"),
