@@ -256,7 +256,7 @@ def test_particles_that_look_ahead_are_right_on_average(model, truths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Cliff(), pytest.param(HardCliff(), marks=pytest.mark.long)], ids=NAMES[:2])
+@pytest.mark.parametrize("model", [Cliff(), HardCliff()], ids=NAMES[:2])
 def test_the_grid_is_as_exact_as_quadrature(model, truths):
     truth, grid = truths[type(model).__name__], GridFilter(240, tolerance=float("inf"))
     found = grid.run(model, truth.episodes)
