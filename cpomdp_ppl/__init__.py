@@ -1,5 +1,6 @@
 """Probabilistic programming for contextual POMDPs."""
 
+from cpomdp_ppl.actions import Box
 from cpomdp_ppl.agent import Agent
 from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import EpisodesFileError, ModelError
@@ -11,6 +12,7 @@ from cpomdp_ppl.rollout import simulate
 __all__ = [
     "CPOMDP",
     "Agent",
+    "Box",
     "Episodes",
     "EpisodesFileError",
     "FunctionPolicy",

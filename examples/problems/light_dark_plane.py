@@ -12,8 +12,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 
-from cpomdp_ppl import CPOMDP
-from cpomdp_ppl.actions import Box
+from cpomdp_ppl import CPOMDP, Box
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""A well that ends: pumped until it is dry or bursts, after which nothing more is earned.
+"""A well, which is pumped until it is dry or bursts: an episode that ends.
 
 cpomdp check examples/problems/well.py:Well
 """
@@ -20,9 +20,8 @@ class Well(CPOMDP):
     """Oil under pressure in rock that nobody has seen: a tight well runs dry, a gassy one bursts.
 
     The state is the pressure. Pumping lowers it, and earns the more the higher it is; gas raises it again.
-    At or below 0 the well is dry, at or above 6 it has burst: either way the pressure stays what it is for
-    good, which is how an episode ends here. A survey before the first action shows the pressure roughly, the
-    gauge shows it well, and anybody sees whether oil still flows.
+    At or below 0 the well is dry, at or above 6 it has burst: either way the episode ends. A survey before the
+    first action shows the pressure roughly, and the gauge shows it well.
     """
 
     contexts = ("tight", "porous", "gassy")
@@ -35,28 +34,24 @@ class Well(CPOMDP):
         return pyro.sample("pressure", dist.Normal(3.5, 0.5))
 
     def transition(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
-        """Gas raises pressure, and pumping and venting lower it, until the end."""
-        noise = pyro.sample("noise", dist.Normal(0.0, 0.25))
+        """Gas raises pressure, and pumping and venting lower it."""
         inflow = torch.tensor([0.1, 0.4, 0.8])[context]
         taken = torch.tensor([0.4, 1.0, 0.8, 0.0])[action]
-        return torch.where(ended(state), state, state + inflow - taken + noise)
+        return pyro.sample("pressure", dist.Normal(state + inflow - taken, 0.25))
 
     def observation(self, state: Tensor, action: Tensor | None, context: Tensor) -> None:
-        """Whether oil flows; the pressure, roughly from the survey and well from the gauge."""
+        """The pressure, roughly from the survey and well from the gauge."""
         gauged = torch.tensor(True) if action is None else action == GAUGE
         noise = 0.8 if action is None else 0.2
-        pyro.sample("flows", dist.Bernoulli((~ended(state)).float()))
         pyro.sample("reading", dist.Normal(state, noise).mask(gauged))
 
     def reward(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
-        """What is pumped, at the pressure that there is; nothing after the end."""
-        rate = torch.tensor([0.4, 1.0, 0.0, 0.0])[action]
-        return torch.where(ended(state), 0.0, rate * state)
+        """What is pumped, at the pressure that there is."""
+        return torch.tensor([0.4, 1.0, 0.0, 0.0])[action] * state
 
-
-def ended(state: Tensor) -> Tensor:
-    """Whether the well is dry or has burst."""
-    return (state <= 0) | (state >= BURST)
+    def ends(self, state: Tensor, action: Tensor, context: Tensor) -> Tensor:
+        """Dry, or burst."""
+        return (state <= 0) | (state >= BURST)
 
 
 def rule(history: History) -> Tensor:
