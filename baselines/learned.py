@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import Tensor
 
-    from cpomdp_ppl.actions import Box
     from cpomdp_ppl.policy import Policy
 
 
@@ -41,15 +39,3 @@ class LearningInterrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         done = self.learned.history.episodes.values
         return f"stopped after {done[-1] if len(done) else 0:,} episodes"
-
-
-def in_units(box: Box, actions: Tensor) -> Tensor:
-    """Continuous actions `[…, D]` as numbers from -1, at the lower end of an axis, to 1 at the upper."""
-    low, high = box.bounds(actions)
-    return (2 * actions - low - high) / (high - low)
-
-
-def in_box(box: Box, units: Tensor) -> Tensor:
-    """Numbers `[…, D]` as the actions that they stand for; what is beyond -1 or 1 is at that end."""
-    low, high = box.bounds(units)
-    return (low + (high - low) * (units + 1) / 2).clamp(low, high)

@@ -25,7 +25,7 @@ from cpomdp_ppl.generative import Generative
 from cpomdp_ppl.inference import SMC, Cloud, Observed, ParticleFilter, inference_scope
 from cpomdp_ppl.inference.belief import map_belief
 from cpomdp_ppl.rng import require_seed, seed_for
-from cpomdp_ppl.signature import ENDED, read_signature
+from cpomdp_ppl.signature import ended_in, read_signature
 from cpomdp_ppl.state import leaves, map_state
 
 if TYPE_CHECKING:
@@ -411,7 +411,7 @@ class Search:
         tree.children[first, b, frontier.outcome] = k
         time, over = self.time + 1 + frontier.depth, None
         if tree.over is not None:
-            over = seen.observations[ENDED] != 0
+            over = ended_in(seen.observations, seen.observed)
             tree.over[k].index_copy_(0, b, over)
         if tree.drawn is not None and self.model.box is not None:
             tree.drawn[k].index_copy_(0, b, spread_in(self.model.box, len(b), self.A, b.device))

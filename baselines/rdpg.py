@@ -28,7 +28,7 @@ import xarray as xr
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax, one_hot
 
-from baselines.learned import Learned, LearningInterrupted, in_box, in_units
+from baselines.learned import Learned, LearningInterrupted
 from cpomdp_ppl.encoding import Encoding
 from cpomdp_ppl.errors import require, require_count, require_model, require_number
 from cpomdp_ppl.policy import RandomPolicy
@@ -228,7 +228,7 @@ class RecurrentPolicy(nn.Module):
         """The action with the largest logit, `[B]`; a continuous one `[B, D]`."""
         logits, memory = self.logits(history, memory)
         box = self.encoding.box
-        return logits.argmax(-1) if box is None else in_box(box, logits.tanh()), memory
+        return logits.argmax(-1) if box is None else box.from_units(logits.tanh()), memory
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Exploring:
             noisy = logits.tanh() + NOISE * torch.randn_like(logits)
             by_chance = torch.rand_like(logits[:, :1]) < self.chance
             units = torch.where(by_chance, 2 * torch.rand_like(logits) - 1, noisy)
-            return in_box(box, units), memory
+            return box.from_units(units), memory
         mixture = (1 - self.chance) * logits.softmax(-1) + self.chance / logits.shape[-1]
         return dist.Categorical(probs=mixture), memory
 
@@ -372,7 +372,7 @@ class Learner:
     def vectors(self, actions: Tensor) -> Tensor:
         """Actions `[…]` as one-hot vectors `[…, A]`, or continuous ones `[…, D]` in units."""
         if self.box is not None:
-            return in_units(self.box, actions)
+            return self.box.to_units(actions)
         return one_hot(actions, self.num_actions).to(torch.get_default_dtype())
 
     @staticmethod

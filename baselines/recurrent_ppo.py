@@ -19,7 +19,7 @@ from gymnasium import spaces
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from baselines.learned import Learned, LearningInterrupted, in_box
+from baselines.learned import Learned, LearningInterrupted
 from cpomdp_ppl.errors import require_count, require_model
 from cpomdp_ppl.gym import CPOMDPVectorEnv, SpaceEncoding
 from cpomdp_ppl.policy import RandomPolicy
@@ -156,7 +156,7 @@ class EpisodesForSB3(VecEnv):
 
     def step_async(self, actions: np.ndarray[Any, Any]) -> None:
         """Nothing happens until the results are asked for."""
-        self._actions = actions if self.box is None else in_box(self.box, torch.as_tensor(actions))
+        self._actions = actions if self.box is None else self.box.from_units(torch.as_tensor(actions))
 
     def step_wait(self) -> Any:
         """One step of all episodes; of those that are over with it, the first observations of new ones.
@@ -213,5 +213,5 @@ class RecurrentPPOPolicy:
         starts = torch.zeros(len(observations))  # `start` has cleared the memory already
         decision, memory = self.network.get_distribution(observations, memory, starts)
         if self.box is not None:
-            return in_box(self.box, decision.sample()), memory
+            return self.box.from_units(decision.sample()), memory
         return dist.Categorical(logits=decision.distribution.logits), memory

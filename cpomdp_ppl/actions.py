@@ -88,6 +88,16 @@ class Box:
         inside: Tensor = ((actions >= low) & (actions <= high)).all(-1)
         return inside
 
+    def to_units(self, actions: Tensor) -> Tensor:
+        """Actions `[…, D]` as numbers from -1, at the lower end of an axis, to 1 at the upper."""
+        low, high = self.bounds(actions)
+        return (2 * actions - low - high) / (high - low)
+
+    def from_units(self, units: Tensor) -> Tensor:
+        """Numbers `[…, D]` as the actions that they stand for; what is beyond -1 or 1 is at that end."""
+        low, high = self.bounds(units)
+        return (low + (high - low) * (units + 1) / 2).clamp(low, high)
+
     def uniform(self, like: Tensor) -> Any:
         """The uniform distribution over the box."""
         return dist.Uniform(*self.bounds(like), validate_args=False).to_event(1)
@@ -121,11 +131,10 @@ class Reshaped(dist.TorchDistribution):
         """That of the distribution."""
         return self.base.support
 
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """A draw `[…, D]`, with gradients if the distribution has them."""
-        draw = self.base.rsample if self.base.has_rsample else self.base.sample
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """A draw `[…, D]`."""
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
-        return draw(sample_shape).to(torch.get_default_dtype()).reshape(shape)
+        return self.base.sample(sample_shape).to(torch.get_default_dtype()).reshape(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-density of actions `[…, D]`."""
@@ -135,7 +144,8 @@ class Reshaped(dist.TorchDistribution):
 
 def _numbers(argument: str, values: Any) -> tuple[float, ...]:
     try:
-        numbers = tuple(map(float, np.asarray(values, dtype=float).reshape(-1)))
+        given = values.detach().cpu() if isinstance(values, Tensor) else values
+        numbers = tuple(map(float, np.asarray(given, dtype=float).reshape(-1)))
     except (TypeError, ValueError) as error:
         raise invalid(argument, values, "a number, or a number for every axis") from error
     require(bool(numbers) and all(map(math.isfinite, numbers)), argument, values, "finite numbers")
@@ -150,7 +160,7 @@ def require_finite_actions(model: CPOMDP, who: str) -> None:
     """
     if model.box is not None:
         name = type(model).__name__
-        raise UnsupportedModelError(f"{who}: {name} has continuous actions, and it serves finitely many only")
+        raise UnsupportedModelError(f"{who}: {name} has continuous actions; only a list of them is served")
 
 
 def as_actions(argument: str, values: Any, model: CPOMDP) -> Tensor:

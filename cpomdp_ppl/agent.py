@@ -13,6 +13,7 @@ from cpomdp_ppl.errors import invalid, require, require_model
 from cpomdp_ppl.inference.choice import backend_for
 from cpomdp_ppl.policy import History, as_policy
 from cpomdp_ppl.rng import RandomStream, fresh_seed
+from cpomdp_ppl.rollout import action_site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,16 +129,15 @@ class Agent:
 
     def _chosen(self, decision: Decision) -> Tensor:
         """The action that a decision comes to: an index, or real numbers `[D]`."""
-        model = self.model
-        if isinstance(decision, Categorical) and self.greedy:
-            decision = decision.logits.argmax(-1)
-        elif isinstance(decision, Distribution):
-            decision = _mode(decision) if self.greedy else decision.sample()
-        shape = (1,) if model.box is None else (1, model.box.dim)
-        proper = isinstance(decision, Tensor) and decision.shape == shape
-        require(proper, "policy", decision, f"an action of shape {list(shape)}, or a distribution over them")
-        require_actions("policy", decision, model)
-        return decision[0]
+        site = action_site(decision, self.model, torch.Size((1,)), ())
+        if not self.greedy or isinstance(decision, Tensor):
+            action: Tensor = site.sample()
+        elif isinstance(decision, Categorical):
+            action = decision.logits.argmax(-1)
+        else:
+            action = _mode(decision)
+        require_actions("policy", action, self.model)
+        return action[0]
 
     @property
     def _last(self) -> str:

@@ -103,8 +103,7 @@ class Encoding(nn.Module):
         if self.box is None:  # to look rows up is quicker than `one_hot`, which goes through integers
             row = action + 1
             return embedding(pad(row[:, :-1], (1, 0)) if later else row, self.identity)
-        low, high = self.box.bounds(action)
-        numbers = pad((2 * action - low - high) / (high - low), (1, 0))
+        numbers = pad(self.box.to_units(action), (1, 0))
         return torch.cat([self._none(len(action), 1), numbers[:, :-1]], 1) if later else numbers
 
     def _none(self, *axes: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cpomdp_ppl.arrays import as_tensor, filled, on_the_right, require_finite
 from cpomdp_ppl.errors import as_integer, require
 from cpomdp_ppl.recorded_arrays import RecordedArrays, require_nothing_after
-from cpomdp_ppl.signature import ENDED
+from cpomdp_ppl.signature import ENDED, ended_in
 from cpomdp_ppl.state import State, leaves, map_state
 
 if TYPE_CHECKING:
@@ -168,8 +168,7 @@ class Episodes:
             for site, value in values.items():
                 require_finite(f"{what}['{site}']", value, seen[site])
         if ENDED in self.observations:
-            ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
-            require_nothing_after(ended.flatten(2).any(2) if ended.dim() > 2 else ended, self.lengths)
+            require_nothing_after(ended_in(self.observations, self.observed, 2), self.lengths)
 
     def __len__(self) -> int:
         return self.actions.shape[0]
@@ -194,12 +193,18 @@ class Episodes:
         return self.actions.take_along_dim(last[..., None], 1)
 
     @property
+    def lasting_states(self) -> Any:
+        """States, leaves `[B, T + 1, …]`, that stay where they were when the episode ended."""
+        time = torch.arange(self.horizon + 1, device=self.device).minimum(self.lengths[:, None])  # [B, T + 1]
+        episode = torch.arange(len(self), device=self.device)[:, None]
+        return map_state(lambda leaf: leaf[episode, time], self.states)
+
+    @property
     def ended(self) -> Tensor:
         """Which episodes the model has ended, bool `[B]`; none, for models that cannot end."""
         if ENDED not in self.observations:
             return torch.zeros_like(self.lengths, dtype=torch.bool)
-        ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
-        return ended.flatten(1).any(1)  # programs with plates have an axis more for each
+        return ended_in(self.observations, self.observed, 2).any(1)
 
     @property
     def device(self) -> torch.device:

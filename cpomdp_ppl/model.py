@@ -201,6 +201,8 @@ class CPOMDP(PyroModule):
     def context_known_return(self) -> Tensor | None:
         """The best expected return in every context for an agent that knows it, `[C]`, if there is a formula.
 
+        The return is discounted, if the model's is.
+
         Models override this to have regret without error. Without it, regret is against a policy that is told
         the context (see `cpomdp_ppl.evaluation.evaluate`), and bounded where context and state known can be
         solved for (see `cpomdp_ppl.bounds.informed_return`).

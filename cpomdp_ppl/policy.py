@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from cpomdp_ppl.actions import Box
 from cpomdp_ppl.arrays import filled, on_the_right
 from cpomdp_ppl.errors import as_integer, invalid, require, require_count
-from cpomdp_ppl.signature import ENDED
+from cpomdp_ppl.signature import ENDED, ended_in
 from cpomdp_ppl.state import stack_in_time
 
 if TYPE_CHECKING:
@@ -46,16 +46,15 @@ class Percept:
     def ended(self) -> Tensor:
         """Whether the episode has ended with this step, bool `[B]`; never, for models that cannot end."""
         if ENDED in self.observations:
-            ended = (self.observations[ENDED] != 0) & self.observed[ENDED]
-            return ended.reshape(len(ended), -1).any(1)  # programs with plates have an axis more for each
+            return ended_in(self.observations, self.observed)
         flags = next(iter(self.observed.values()))
         return flags.new_zeros(len(flags))
 
     def only(self, alive: Tensor) -> Percept:
-        """The same where episodes `[B]` went on until here; the others did nothing, and saw nothing."""
+        """The same where episodes `[B]` went on until here; the others saw nothing."""
         observed = {site: flags & on_the_right(alive, flags) for site, flags in self.observed.items()}
         observations = {site: filled(values, observed[site]) for site, values in self.observations.items()}
-        return Percept(None if self.action is None else filled(self.action, alive), observations, observed)
+        return Percept(self.action, observations, observed)
 
 
 @dataclass(frozen=True)

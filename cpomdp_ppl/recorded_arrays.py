@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.actions import as_actions, require_actions
+from cpomdp_ppl.actions import as_actions, require_actions, some_action
 from cpomdp_ppl.arrays import (
     as_indices,
     as_tensor,
@@ -185,7 +185,8 @@ class RecordedArrays:
         axes = self.lengths.shape if initially else self.taken.shape
         plate_axes = (1,) * model.max_plate_nesting
         context = torch.zeros((1, *plate_axes), dtype=torch.long, device=model.device)
-        action = filled(self.actions, self.taken)
+        taken = on_the_right(self.taken, self.actions)
+        action = torch.where(taken, self.actions, some_action(model))  # nought need not be one
         action = action.reshape(-1, *plate_axes, *action.shape[2:])
         data = {name: value.flatten(0, len(axes) - 1) for name, value in values.items()}
         batched = Batched((axes.numel(),), model.max_plate_nesting)

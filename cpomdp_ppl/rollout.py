@@ -83,7 +83,7 @@ def simulate(
         if prior is not None:
             p = as_prior(prior, model.num_contexts, B).to(p)
         c = _contexts(contexts, p, model, B)
-        episodes = rollout(model, policy, c, p)
+        episodes = rollout(model, policy, c, p, to_the_horizon=False)
     require_finite_episodes(model, episodes)
     return episodes
 
@@ -138,9 +138,14 @@ def require_chances(model: CPOMDP, chances: Tensor) -> None:
 
 
 def rollout(
-    model: CPOMDP, policy: Policy | Callable[[History], Decision], context: Tensor, prior: Tensor
+    model: CPOMDP,
+    policy: Policy | Callable[[History], Decision],
+    context: Tensor,
+    prior: Tensor,
+    *,
+    to_the_horizon: bool = True,
 ) -> Episodes:
-    """Play episodes from the first state to the horizon.
+    """Play episodes from the first state to their end.
 
     The caller decides how sites are broadcast to the episodes (by a plate, or `Batched`), which handlers
     see them, and where random numbers come from.
@@ -150,6 +155,8 @@ def rollout(
         policy: The policy that acts.
         context: The true contexts, `[B]`, or a scalar for a single episode without an episode axis.
         prior: What the agent believes beforehand, `[C]` or `[B, C]`.
+        to_the_horizon: Whether programs run to the horizon even if all episodes are over before, so that
+            there are the same sites in each call.
     """
     policy = as_policy(policy)
     sig = read_signature(model)
@@ -176,13 +183,17 @@ def rollout(
     states, lengths = [state], torch.zeros(B, dtype=torch.long, device=context.device)
     alive = torch.ones(B, dtype=torch.bool, device=context.device)
     for t in range(model.horizon):
+        if not (to_the_horizon or bool(alive.any())):
+            history = history.extended(history.latest.only(alive))
+            states.append(state)
+            continue
         # What is drawn for episodes that are over counts for nothing, and nobody sees it.
         counting = alive.reshape(S + plate_axes)
         going_on = poutine.mask(mask=counting) if model.can_end else nullcontext()  # type: ignore[call-overload]
         with private:
             decision, memory = policy.act(history, memory)
         with going_on:
-            a = pyro.sample(f"a_{t}", _action_site(decision, model, S, plate_axes))
+            a = pyro.sample(f"a_{t}", action_site(decision, model, S, plate_axes))
             if model.box is not None:
                 require_actions("policy", a, model)
             with Recorded(t + 1):
@@ -280,8 +291,12 @@ def as_reward(reward: Tensor | float) -> Tensor:
     return torch.as_tensor(reward, dtype=torch.get_default_dtype())
 
 
-def _action_site(decision: Decision, model: CPOMDP, S: torch.Size, plate_axes: tuple[int, ...]) -> Any:
-    """A decision as the distribution of the action site, with the engine's axes."""
+def action_site(decision: Decision, model: CPOMDP, S: torch.Size, plate_axes: tuple[int, ...]) -> Any:
+    """A decision as the distribution of the action site, with the engine's axes.
+
+    Raises:
+        ValueError: If the policy decided for anything that is no action, or no distribution over actions.
+    """
     B = S[0] if S else 1
     if model.box is not None:
         return _continuous_site(decision, model, B, S + plate_axes)
@@ -310,7 +325,7 @@ def _action_site(decision: Decision, model: CPOMDP, S: torch.Size, plate_axes: t
 
 
 def _continuous_site(decision: Decision, model: CPOMDP, B: int, axes: tuple[int, ...]) -> Any:
-    """As `_action_site`, of continuous actions."""
+    """As `action_site`, of continuous actions."""
     box = model.box
     assert box is not None
     if isinstance(decision, torch.distributions.Distribution):

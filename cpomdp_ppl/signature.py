@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 ENDED = "ended"
 """The observation site that tells whether the episode has ended."""
+
+
+def ended_in(observations: Mapping[str, Tensor], observed: Mapping[str, Tensor], axes: int = 1) -> Tensor:
+    """Whether the site `ended` says so, bool `[B]`, or `[B, T]` of two axes.
+
+    Programs with plates have more axes on the right.
+    """
+    ended = (observations[ENDED] != 0) & observed[ENDED]
+    return ended.flatten(axes).any(axes) if ended.dim() > axes else ended
+
+
 MAX_CLASSES = 64
 """Integers from a longer range than this are numbers, not classes."""
 

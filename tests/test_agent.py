@@ -309,3 +309,19 @@ def test_impossible_decisions_are_refused():
         deciding(torch.tensor([1]))
     with pytest.raises(ValueError, match=r"policy.* 0 to 2"):
         Agent(LightDark(), lambda history: torch.tensor([3]), seed=0).act()
+
+
+@pytest.mark.parametrize(
+    ("model", "decision"),
+    [
+        (Reef(), torch.tensor([0.7])),
+        (Reef(), torch.distributions.Normal(torch.ones(1), 0.1)),
+        (Sail(), torch.zeros(1, 2, dtype=torch.long)),
+    ],
+    ids=["half an action", "real numbers", "indices"],
+)
+def test_an_agent_refuses_what_play_refuses(model, decision):
+    with pytest.raises(ValueError, match=r"^policy: expected"):
+        Agent(model, lambda history: decision).act()
+    with pytest.raises(ValueError, match=r"^policy: expected"):
+        simulate(model, lambda history: decision, 1)

@@ -390,3 +390,30 @@ def test_policies_of_nothing_are_refused():
         FunctionPolicy(3)
     with pytest.raises(ValueError, match="actions: expected a positive integer, got 0"):
         RandomPolicy(0)
+
+
+class Mayfly(Walk):
+    """Everything is over after a step."""
+
+    horizon = 6
+
+    def ends(self, state, action, context):
+        return torch.ones_like(state).bool()
+
+
+def test_nobody_is_asked_once_all_episodes_are_over():
+    asked = []
+
+    def policy(history):
+        asked.append(history.time)
+        return torch.ones(history.num_episodes, dtype=torch.long)
+
+    episodes = simulate(Mayfly(), policy, 10, seed=0)
+    assert asked == [0]
+    assert episodes.actions.shape == (10, 6)
+    assert (episodes.lengths == 1).all()
+    assert episodes.ended.all()
+    assert (episodes.states[:, 2:] == 0).all()
+    assert not episodes.observed["z"][:, 1:].any()
+    trace = pyro.poutine.trace(Mayfly()).get_trace(policy)
+    assert "z_6" in trace.nodes  # the same sites in every call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from inspect import Parameter
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def _arguments(program: Callable[..., Any]) -> tuple[Parameter, ...]:
     return found[1:] if takes_model else found
 
 
-@cache
+@lru_cache(maxsize=256)  # functions are kept alive: not those of all models ever made
 def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     return tuple(inspect.signature(function).parameters.values())
 

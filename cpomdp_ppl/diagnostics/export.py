@@ -96,22 +96,15 @@ def constant_data(model: CPOMDP, episodes: Episodes, coordinates: Mapping[str, A
     if episodes.contexts is not None:
         arrays["true_context"] = ("episode",), episodes.contexts
     if episodes.states is not None:
-        for path, leaf in leaves(episodes.states):
+        for path, leaf in leaves(episodes.lasting_states):
             name = component(path)
             dims = ("episode", "time", *further_dims(name, leaf.dim() - 2))
-            arrays[f"true_{name}"] = dims, _standing_still(leaf, episodes.lengths)
+            arrays[f"true_{name}"] = dims, leaf
     if episodes.returns is not None:
         arrays["returns"] = ("episode",), episodes.returns
     arrays = {name: (dims, values.cpu().numpy()) for name, (dims, values) in arrays.items()}
     dataset = dataset_of(arrays, {**coordinates, **names})
     return dataset if names else dataset.assign_coords(action=np.array(model.action_names))
-
-
-def _standing_still(leaf: Tensor, lengths: Tensor) -> Tensor:
-    """A leaf of states `[B, T + 1, …]` that stays where it was at the end of an episode."""
-    episode = torch.arange(len(leaf), device=leaf.device)[:, None]
-    time = torch.arange(leaf.shape[1], device=leaf.device)
-    return leaf[episode, torch.minimum(time, lengths[:, None])]
 
 
 def actions_taken(episodes: Episodes) -> Tensor:

@@ -19,6 +19,7 @@ from cpomdp_ppl.errors import (
     DensityError,
     ModelError,
     ObservationError,
+    UnsupportedModelError,
     require,
     require_count,
     require_model,
@@ -141,8 +142,12 @@ class Recursion(ABC):
 
         Raises:
             ModelError: If the program returns anything else.
+            UnsupportedModelError: If next states are needed, and not given.
         """
         arrival = (after,) if self.model.pays_on_arrival else ()
+        if arrival == (None,):
+            name = type(self.model).__name__
+            raise UnsupportedModelError(f"{name} pays on arrival: its rewards need the next states, `after`")
         reward: Any = self.model.reward(state, axes(action, self.plate_axes), self.context, *arrival)
         full = (*shape, *[1] * self.plate_axes)
         found = f"a {type(reward).__name__}"

@@ -531,7 +531,8 @@ FUNCTION int step(Room *room, const Task *task, i64 b, i64 t, u64 key)
     Action act = action_at(task, p, row);
     const f64 *values = task->values ? task->values + row * p->values : NULL;
     const u8 *flags = task->flags ? task->flags + row * p->flags : NULL;
-    const Program *sight = (task->parts & WEIGH) && task->tries > 1 ? scoring(p, 0, flags) : NULL;
+    int both = (task->parts & MOVE) && (task->parts & WEIGH);
+    const Program *sight = both && task->tries > 1 ? scoring(p, 0, flags) : NULL;
     if (task->parts & REWARD) status = expected_rewards(room, task, act, key, task->rewards + row * C);
     for (int c = 0; c < C && !status; c++) {
         Cloud *cloud = &room->clouds[c];

@@ -18,7 +18,7 @@ from cpomdp_ppl.inference.site_parameters import torch_errors_as_model_errors
 from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rng import first_above, isolated
 from cpomdp_ppl.rollout import percept_of, simulate
-from cpomdp_ppl.state import leaves, map_state
+from cpomdp_ppl.state import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,20 +64,13 @@ def simulated(model: CPOMDP) -> list[Episodes]:
         return [simulate(model, policy, B, contexts="balanced", seed=0) for policy in policies]
 
 
-def states_of(trial: Episodes) -> Any:
-    """The states of episodes, leaves `[B, T + 1, …]`; after its end, an episode stays where it was."""
-    time = torch.arange(trial.horizon + 1, device=trial.device).minimum(trial.lengths[:, None])  # [B, T + 1]
-    episode = torch.arange(len(trial), device=trial.device)[:, None]
-    return map_state(lambda leaf: leaf[episode, time], trial.states)
-
-
 def reached(
     model: CPOMDP, trials: Sequence[Episodes], coordinates: Callable[[Any, torch.Size], Tensor]
 ) -> list[tuple[float, float]]:
     """Bounds of the states that episodes reach: several standard deviations around the mean, at any time."""
     lows, highs = [], []
     for trial in trials:
-        x = coordinates(states_of(trial), torch.Size((len(trial), trial.horizon + 1)))
+        x = coordinates(trial.lasting_states, torch.Size((len(trial), trial.horizon + 1)))
         x = x.unflatten(0, (-1, model.num_contexts))  # balanced contexts: [B / C, C, T+1, d]
         mean, reach = x.mean(0), (7.0 if x.shape[-1] == 1 else 5.5) * x.std(0)  # in a plane, points are dear
         lows.append(torch.minimum(mean - reach, x.amin(0)).flatten(0, 1).amin(0))
@@ -160,7 +153,7 @@ def imagined(
 
 def require_real_numbers(model: CPOMDP, trials: Sequence[Episodes]) -> None:
     """Raise if part of the state takes one of a few values by chance: it is discrete, whatever its type."""
-    every = [leaves(states_of(trial)) for trial in trials]
+    every = [leaves(trial.lasting_states) for trial in trials]
     for leaf in zip(*every, strict=True):
         name = leaf[0][0]
         flat = [value.reshape(*value.shape[:2], -1) for _, value in leaf]  # [B, T + 1, size]

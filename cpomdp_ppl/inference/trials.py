@@ -138,7 +138,7 @@ def _goes_straight(recursion: KalmanRecursion, episodes: Episodes) -> bool:
     """Whether motion is linear in state and noise, and the log-density of what is seen quadratic."""
     model, C, B = recursion.model, recursion.model.num_contexts, len(episodes)
     shape = torch.Size((B, episodes.horizon + 1))
-    x = recursion.coordinates.vector(episodes.states, shape)  # [B, T + 1, D]
+    x = recursion.coordinates.vector(episodes.lasting_states, shape)  # [B, T + 1, D]
     K, E = x.shape[1], recursion.transition_noise
     for seen in observed_in_time(episodes):
         if not seen.observations:
@@ -240,7 +240,7 @@ def are_enough(backend: ParticleFilter, model: CPOMDP, episodes: Episodes, wides
     by_truth = negative_entropy - mixed.gather(1, c)[:, 0].log()  # [B]
     by_other = negative_entropy - torch.xlogy(other, mixed).sum(1)
     assert first.ess is not None
-    effective = first.ess.gather(2, c[:, None].expand(-1, first.ess.shape[1], 1)).mean()
+    effective = first.ess.gather(2, c[:, None].expand(-1, first.ess.shape[1], 1))[episodes.alive].mean()
     chance = 2 * by_truth.std() / len(c) ** 0.5
     narrow = (by_truth.mean() <= widest + chance) & (by_other.mean() <= widest)
     return bool(narrow & (effective >= FEWEST_EFFECTIVE))

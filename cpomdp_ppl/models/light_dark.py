@@ -89,7 +89,8 @@ class LightDark(CPOMDP):
         """The return of walking into the light all the time: depth at time t is `N(s t, σ_u² + σ_p² t)`."""
         t = torch.arange(self.horizon, dtype=torch.float64)
         depth = Normal(self.step * t, (self.initial_variance + self.process_variance * t).sqrt())
-        best: Tensor = (1 - depth.cdf(torch.as_tensor(self.goal)) - depth.cdf(torch.tensor(0.0))).sum()
+        rewards = 1 - depth.cdf(torch.as_tensor(self.goal)) - depth.cdf(torch.tensor(0.0))
+        best: Tensor = (self.discount**t * rewards).sum()
         return best.detach().expand(self.num_contexts)
 
 

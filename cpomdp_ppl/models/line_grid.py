@@ -86,4 +86,4 @@ class LineGrid(CPOMDP):
         """The return of walking straight to the high-value target, or of staying put if it is too far."""
         steps = torch.tensor([self.start, self.done - 1 - self.start])  # to the left and the right end
         reached = (steps < self.horizon).double()
-        return (reached * self.high_value).clamp(min=0.0)
+        return (reached * self.discount**steps * self.high_value).clamp(min=0.0)

@@ -92,7 +92,8 @@ class WeightingRecursion(Recursion):
 
     def expected_reward(self, belief: WeightedStates, action: Tensor) -> Tensor:
         """Weighted mean of the rewards."""
-        return belief.mean(self.reward(belief.state, action, belief.weights.shape))
+        after = self.move(belief, action).state if self.model.pays_on_arrival else None
+        return belief.mean(self.reward(belief.state, action, belief.weights.shape, after))
 
     def moments(self, belief: WeightedStates) -> tuple[Any, Any]:
         """Weighted means and variances."""

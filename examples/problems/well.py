@@ -19,8 +19,8 @@ BURST = 6.0
 class Well(CPOMDP):
     """Oil under pressure in rock that nobody has seen: a tight well runs dry, a gassy one bursts.
 
-    The state is the pressure. Pumping lowers it, and earns the more the higher it is; gas raises it again.
-    At or below 0 the well is dry, at or above 6 it has burst: either way the episode ends. A survey before the
+    The state is the pressure. Pumping lowers it, and earns the more the higher it is; gas raises it again. At
+    or below 0 the well is dry, at or above 6 it has burst: either way the episode ends. A survey before the
     first action shows the pressure roughly, and the gauge shows it well.
     """
 

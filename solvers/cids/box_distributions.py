@@ -38,7 +38,6 @@ class BoxDistribution(torch.distributions.Distribution):
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
-    support = constraints.independent(constraints.real, 1)
     has_rsample = True
 
     def __init__(self, box: Box, first: Tensor, second: Tensor) -> None:
@@ -46,6 +45,11 @@ class BoxDistribution(torch.distributions.Distribution):
         self.low, high = box.bounds(first)
         self.width = high - self.low
         super().__init__(first.shape[:-1], first.shape[-1:], validate_args=False)
+
+    @constraints.dependent_property(is_discrete=False, event_dim=1)
+    def support(self) -> Any:
+        """The box."""
+        return constraints.independent(constraints.interval(self.low, self.low + self.width), 1)
 
     @classmethod
     @abstractmethod

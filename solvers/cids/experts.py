@@ -260,7 +260,7 @@ class Practice:
         first = torch.searchsorted(self.lucky.contexts[order], contexts)
         u = torch.rand(3, len(contexts), device=contexts.device)
         rows = order[(first + (u[0] * number).long()).clamp(max=len(order) - 1)]
-        gains = self.lucky.rewards.double().cumsum(1)
+        gains = discounted(self.lucky.rewards.double(), self.lucky.discount).cumsum(1)
         last = (gains >= gains.amax(1, keepdim=True)).double().argmax(1)[rows]  # when all is earned
         again = (u[1] < RESTARTS(self.pace.progress)) & (number > 0)
         return Restarts(self.lucky[rows], torch.where(again, (u[2] * (last + 1)).long(), 0))

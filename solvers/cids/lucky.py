@@ -103,7 +103,7 @@ def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Finding
             runs = runs[torch.randperm(len(runs), device=runs.device)]
             found = _pool(Episodes.concatenate([found, _played(programs, contexts, runs, start)]), cells, C)
         kept = best(found, C)
-        plans = torch.cat([every, kept.actions.unflatten(0, (C, -1)).transpose(0, 1)])  # [P, C, T, …]
+        plans = torch.cat([every, kept.lasting_actions.unflatten(0, (C, -1)).transpose(0, 1)])  # [P, C, T, …]
         worths = torch.cat([always, _returns_of(programs, plans[len(every) :].flatten(0, 1), C)])  # [P, C]
         rows, until = cells.earliest(found)
     assert kept.returns is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +114,10 @@ def play_out(
             first = programs.observe(state, contexts)
             known = known.after(first)
         for t in range(model.horizon):
+            if model.can_end and not bool(alive.any()):  # all stays as it is
+                percept = steps[-1].percept.only(alive)
+                steps.append(replace(steps[-1], state=state, known=known, percept=percept, alive=alive))
+                continue
             inputs = policy.encoding(known)
             action = acting.draw(policy.decide(inputs), previous)
             if lead is not None:

@@ -131,13 +131,13 @@ class Searching:
         decision, known = self.policy.act(history, memory)
         assert isinstance(decision, Categorical)
         proposed = decision.logits.argmax(-1) if self.greedy else decision.sample()  # [B]
-        every = torch.arange(len(proposed), device=proposed.device)
-        chosen = []
-        for number, part in enumerate(pieces(len(proposed), self._episodes_at_once(known))):
+        going_on = (~known.ended).nonzero()[:, 0]
+        for number, part in enumerate(pieces(len(going_on), self._episodes_at_once(known))):
+            rows = going_on[part]
             with inference_scope(self.model, seed_for(self.seed, history.time, number)):
-                some, likely = known.rows(every[part]), decision.logits[part]
-                chosen.append(self._improved(some, likely, proposed[part], history.time))
-        return torch.cat(chosen), known
+                some, likely = known.rows(rows), decision.logits[rows]
+                proposed[rows] = self._improved(some, likely, proposed[rows], history.time)
+        return proposed, known
 
     def _improved(self, known: Knowledge, logits: Tensor, proposed: Tensor, time: int) -> Tensor:
         """What to do in B episodes instead of what was proposed, `[B]`."""
@@ -201,7 +201,7 @@ class _Simulator:
     def _value(self, known: Knowledge, state: Any, contexts: Tensor, action: Tensor) -> Tensor:
         """What simulations from R beliefs and states are worth that begin with actions `[R]`, `[R]`."""
         worth = self.settings.tau * remaining_entropy(known)
-        discount, alive = self.settings.model.discount, torch.ones_like(contexts, dtype=torch.bool)
+        discount, alive = self.settings.model.discount, ~known.ended
         for step in range(1, self.depth + 1):
             rewards = (known.log_posterior.exp() * expected_reward(known, action)).sum(1)
             worth = worth + torch.where(alive, discount ** (self.time + step - 1) * rewards, 0.0)

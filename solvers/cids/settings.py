@@ -22,6 +22,7 @@ from solvers.cids.objective import Variational, as_objective
 from solvers.cids.pace import Pace
 from solvers.cids.priors import OnePrior, as_sampler
 from solvers.cids.schedules import Constant, Geometric, Linear, as_schedule
+from solvers.cids.solution import shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -152,6 +153,7 @@ class FitSettings:
             "iterations": self.iterations,
             "batch_size": self.batch_size,
             "seed": seed,
+            **{name: value for name, value in shape_of(policy).items() if name == "distribution"},
             **({} if self.far is None else {"far": describe(self.far)}),
             **({} if self.start is None else {"start": _name_of(self.start)}),
             **shard,

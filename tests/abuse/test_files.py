@@ -119,7 +119,7 @@ def fault_of(directory, file, change) -> list[str]:
 
 def tensors(content) -> dict[str, torch.Tensor]:
     if isinstance(content, Episodes):
-        parts = vars(content).items()
+        parts = {**vars(content), "discount": torch.tensor(content.discount)}.items()
         return {f"{f}/{name}": leaf for f, part in parts if part is not None for name, leaf in leaves(part)}
     return weights(content)
 

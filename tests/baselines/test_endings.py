@@ -293,3 +293,23 @@ def test_who_needs_finitely_many_actions_says_so(kind):
     module = pytest.importorskip("baselines.qmdp" if kind == "QMDP" else "baselines.pomcp")
     with pytest.raises(UnsupportedModelError, match=f"^{kind}: Aim has continuous actions"):
         getattr(module, kind)(Aim())
+
+
+class Paired(Mine):
+    """The same, with a plate inside."""
+
+    max_plate_nesting = 1
+
+    def initial(self, context):
+        return torch.zeros(1, dtype=torch.long)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PFT, QMDP])
+def test_ends_of_models_with_plates(kind):
+    with_plates, without = (
+        simulate(model, kind(model, 50) if kind is PFT else kind(model), 20, seed=0)
+        for model in (Paired(), Mine())
+    )
+    assert torch.equal(with_plates.lengths, without.lengths)
+    assert torch.equal(with_plates.returns, without.returns)

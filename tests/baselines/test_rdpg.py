@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baselines import rdpg
-from baselines.learned import LearningInterrupted, in_box
+from baselines.learned import LearningInterrupted
 from baselines.rdpg import Exploring, Learner, Recurrent, RecurrentPolicy, Replay, Settings
 from cpomdp_ppl import RandomPolicy, simulate
 from cpomdp_ppl.actions import Box
@@ -134,7 +134,7 @@ def test_the_continuous_actor_climbs_to_the_top():
     for _ in range(400):
         actions = box.uniform(torch.zeros(())).sample((64, 1))
         learner.update(features, actions, -3 * ((actions - best) / width).square().sum(-1), alive)
-    found = in_box(box, learner.actor(features)[0, 0].tanh())
+    found = box.from_units(learner.actor(features)[0, 0].tanh())
     assert ((found - best).abs() < 0.05 * width).all()
 
 

@@ -22,10 +22,13 @@ from cpomdp_ppl.inference import (
     ExtendedKalmanFilter,
     Filtering,
     GridFilter,
+    Observed,
     ParticleFilter,
     UnscentedKalmanFilter,
+    inference_scope,
 )
-from cpomdp_ppl.inference.trials import TRIES, enough_particles, trials
+from cpomdp_ppl.inference import trials as trials_module
+from cpomdp_ppl.inference.trials import TRIES, are_enough, enough_particles, trials
 from cpomdp_ppl.signature import ENDED
 from tests.inference.on_a_line import Line, Reals, normal
 
@@ -408,3 +411,75 @@ def test_a_filter_that_is_chosen_tries_where_particles_die():
     chosen = enough_particles(Ledge(), trials(Ledge()), widest=0.2, fewest=16)
     assert chosen.tries == TRIES
     assert enough_particles(Cliff(), trials(Cliff()), widest=0.2, fewest=16).tries == 1
+
+
+class March(Cliff):
+    """Everybody goes one step on, and ends by chance."""
+
+    def transition(self, state, action, context):
+        return state + 1.0
+
+
+@pytest.mark.parametrize("tries", [1, 4])
+def test_particles_that_have_moved_do_not_move_again_to_be_weighted(tries):
+    model, found = March(), {}
+    no_end = {"z": torch.zeros(1), ENDED: torch.zeros(1)}
+    flags = {"z": torch.ones(1).bool(), ENDED: torch.ones(1).bool()}
+    for engine in ("native", "eager"):
+        recursion = ParticleFilter(4096, engine=engine, tries=tries).recursion(model)
+        with inference_scope(model, 0):
+            moved = recursion.move(recursion.start(1), torch.ones(1).long())
+            after, increment = recursion.condition(moved, Observed.at(1, torch.ones(1).long(), no_end, flags))
+            found[engine] = [increment, *recursion.moments(after)]
+    for native, eager in zip(*found.values(), strict=True):
+        assert ((native - eager).abs() < 0.1).all()  # 4,096 particles, of which a step further is 1 away
+
+
+def test_particles_are_not_counted_past_the_end():
+    """How far the horizon is past all ends does not matter."""
+    episodes = simulate(Doomed(4), RandomPolicy(2), 32, contexts="balanced", seed=0)
+    long = simulate(Doomed(40), RandomPolicy(2), 32, contexts="balanced", seed=0)
+    assert torch.equal(episodes.lengths, long.lengths)
+    verdicts = []
+    for wanted in range(2, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trials_module, "FEWEST_EFFECTIVE", wanted)
+            verdicts.append(
+                [
+                    are_enough(ParticleFilter(64), each, some, 10.0)
+                    for each, some in ((Doomed(4), episodes), (Doomed(40), long))
+                ]
+            )
+    assert all(short == longer for short, longer in verdicts)
+    assert {short for short, _ in verdicts} == {True, False}
+
+
+class Doomed(Cliff):
+    """Everything is over after three steps, which leave few particles."""
+
+    def __init__(self, horizon):
+        super().__init__()
+        self.horizon = horizon
+
+    def initial(self, context):
+        return {"x": super().initial(context), "age": torch.zeros(())}
+
+    def transition(self, state, action, context):
+        return {"x": super().transition(state["x"], action, context), "age": state["age"] + 1}
+
+    def observation(self, state, action, context):
+        pyro.sample("z", dist.Normal(state["x"], torch.where(state["age"] < 3, 0.7, 0.02)))
+
+    def ends(self, state, action, context):
+        return state["age"] == 3
+
+    def reward(self, state, action, context):
+        return state["x"]
+
+
+def test_who_pays_on_arrival_needs_next_states():
+    recursion = ParticleFilter(4).recursion(Cliff())
+    with pytest.raises(
+        UnsupportedModelError, match="Cliff pays on arrival: its rewards need the next states"
+    ):
+        recursion.reward(torch.zeros(2, 1, 4), torch.zeros(1).long(), (2, 1, 4))

@@ -83,3 +83,11 @@ def test_every_constant_is_an_argument():
     assert_variance(episodes.states[:, 2], 1.0 + 2 * 0.5, "two steps")
     assert float(model.reward(torch.tensor(2.5), torch.tensor(0), torch.tensor(0))) == 0.0
     assert float(model.reward(torch.tensor(3.5), torch.tensor(0), torch.tensor(0))) == 1.0
+
+
+@pytest.mark.parametrize("discount", [0.8, 1.0])
+def test_who_knows_the_context_earns_what_the_model_says(discount):
+    model = LightDark()
+    model.discount = discount
+    episodes = simulate(model, fixed_actions(*[RIGHT] * 20), N, contexts=0, seed=4)
+    assert_mean(episodes.returns, float(model.context_known_return()[0]), "return")

@@ -7,6 +7,7 @@ import torch
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.models import LineGrid
+from solvers.exact import plan
 from tests.conftest import assert_mean, fixed_actions
 
 LEFT, RIGHT, SENSE = 0, 1, 2
@@ -54,3 +55,11 @@ def test_sense_reports_the_side_of_the_detector(context, says_right):
 def test_moving_observes_nothing():
     episodes = simulate(LineGrid(), fixed_actions(*[LEFT, RIGHT] * 5), 20, seed=0)
     assert not bool(episodes.observed["side"].any())
+
+
+def test_who_knows_the_context_earns_what_an_exact_plan_does():
+    model = LineGrid()
+    model.discount = 0.9
+    for context, best in enumerate(model.context_known_return()):
+        sure = torch.zeros(2).index_fill(0, torch.tensor(context), 1.0)
+        assert plan(model, prior=sure).value == pytest.approx(float(best), abs=1e-5)  # single precision

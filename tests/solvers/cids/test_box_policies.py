@@ -6,11 +6,13 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
-from cpomdp_ppl import Agent, simulate
+from cpomdp_ppl import Agent, Box, Episodes, simulate
 from cpomdp_ppl.errors import UnsupportedModelError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.policy import as_policy
@@ -391,3 +393,42 @@ def test_how_it_decides_is_chosen_by_name():
     assert type(other.logits.read(torch.zeros(1, 2))) is ScaledBeta
     with pytest.raises(ValueError, match="distribution: expected None, or a name"):
         LSTMPolicy(Dial(), distribution="normal")
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path):
+    settings = dict(iterations=2, batch_size=20, seed=0, progress=False, checkpoint=tmp_path)
+    make = {name: BeliefPolicy(Glide(), 8, likelihood="ekf", distribution=name, seed=0) for name in FAMILIES}
+    cids.fit(Glide(), policy=make["squashed"], **settings)
+    with pytest.raises(ValueError, match="distribution"):
+        cids.fit(Glide(), policy=make["beta"], **settings)
+
+
+class Away(Glide):
+    """Actions are never nought, and programs make nothing proper of that."""
+
+    actions = Box(0.5, 1.0)
+
+    def transition(self, state, action, context):
+        return pyro.sample("x", dist.Normal(state, (action[..., 0] - 0.3).sqrt()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("likelihood", ["ekf", "ukf", "smc"])
+def test_actions_stay_in_the_box_past_the_end(likelihood):
+    solution = cids.fit(Away(), likelihood=likelihood, iterations=2, batch_size=20, seed=0, progress=False)
+    assert solution.evaluate(50).ended > 0
+    episodes = simulate(Away(), solution.policy, 50, seed=0)
+    assert (episodes.lengths < 5).any()
+    given = {"z": episodes.observations["z"].numpy(), "ended": episodes.observations["ended"].long().numpy()}
+    again = Episodes.from_arrays(Away(), episodes.actions, given, lengths=episodes.lengths)
+    assert torch.equal(again.lengths, episodes.lengths)
+
+
+def test_the_support_is_the_box():
+    box = Box([-1.0, 2.0], [1.0, 5.0])
+    action = SquashedGaussian(box, torch.zeros(3, 2), torch.ones(3, 2))
+    assert action.support.check(torch.tensor([[0.0, 3.0], [0.0, 1.9], [1.1, 4.0]])).tolist() == [
+        True,
+        False,
+        False,
+    ]
