@@ -305,7 +305,7 @@ def test_impossible_decisions_are_refused():
         deciding(torch.tensor([[0.5, 4.0]]))
     with pytest.raises(ValueError, match=r"policy.* within Box"):
         deciding(torch.tensor([[torch.nan, 1.0]]))
-    with pytest.raises(ValueError, match=r"an action of shape \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"real actions of shape \[1, 2\]"):
         deciding(torch.tensor([1]))
     with pytest.raises(ValueError, match=r"policy.* 0 to 2"):
         Agent(LightDark(), lambda history: torch.tensor([3]), seed=0).act()

@@ -307,9 +307,8 @@ class Paired(Mine):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [PFT, QMDP])
 def test_ends_of_models_with_plates(kind):
-    with_plates, without = (
-        simulate(model, kind(model, 50) if kind is PFT else kind(model), 20, seed=0)
-        for model in (Paired(), Mine())
-    )
+    settings = (50,) if kind is PFT else ()
+    models = Paired(), Mine()
+    with_plates, without = (simulate(model, kind(model, *settings), 20, seed=0) for model in models)
     assert torch.equal(with_plates.lengths, without.lengths)
     assert torch.equal(with_plates.returns, without.returns)
