@@ -131,6 +131,7 @@ class Knowledge:
         )
         if alive is not None:
             belief = where_alive(alive, belief, self.track.belief)
+            increment = torch.where(alive, increment, 0.0)
         total = self.track.log_likelihood + increment
         lost = self.lost | ((self.prior.T.log() + total).amax(0) == -torch.inf)  # [B]
         track = Track(belief, torch.where(lost, self.track.log_likelihood, total))

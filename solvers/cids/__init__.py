@@ -1,6 +1,7 @@
 """C-IDS: learn a policy that earns reward and finds out the context."""
 
 from solvers.cids.belief_policy import BeliefPolicy
+from solvers.cids.box_distributions import ScaledBeta, SquashedGaussian
 from solvers.cids.estimator import ActorCritic, Reinforce
 from solvers.cids.objective import Information, Objective, Variational
 from solvers.cids.policy import LSTMPolicy
@@ -27,8 +28,10 @@ __all__ = [
     "Objective",
     "Reinforce",
     "RunInterrupted",
+    "ScaledBeta",
     "Searching",
     "Solution",
+    "SquashedGaussian",
     "TensorBoard",
     "Variational",
     "Verdict",

@@ -52,7 +52,7 @@ class Information:
         require(0 < self.mixed < 1, "mixed", self.mixed, "between 0 and 1")
 
     def payoffs(self, batch: Batch, log_probs: Tensor, temperature: float) -> Tensor:
-        """`r_t + τ [log Q(c|h_{t+1}) − log Q(c|h_t)]`."""
+        """`γ^t r_t + τ [log Q(c|h_{t+1}) − log Q(c|h_t)]`."""
         return batch.rewards(self.belief_rewards) + temperature * self.information(batch)
 
     def information(self, batch: Batch) -> Tensor:
@@ -75,7 +75,7 @@ class Variational:
     belief_rewards: bool = False
 
     def payoffs(self, batch: Batch, log_probs: Tensor, temperature: float) -> Tensor:
-        """`r_t − τ [log π(a_t|h_t) + log p(o_{t+1}|h_t, a_t)]`."""
+        """`γ^t r_t − τ [log π(a_t|h_t) + log p(o_{t+1}|h_t, a_t)]`."""
         # p(o_{t+1}|h_t, a_t) = Σ_c P(c|h_t) p(o_{t+1}|h_t, a_t, c)
         evidence = torch.logsumexp(batch.log_posterior[:, :-1] + batch.filtering.increments, -1)  # [B, T]
         return batch.rewards(self.belief_rewards) - temperature * (log_probs.double() + evidence)

@@ -42,9 +42,8 @@ class Plan:
     """The best policy from a prior, and what it is worth; see `plan`.
 
     It is a `Policy`, which remembers the number of its belief in the layer, int64 `[B]`, -1 after the end. It
-    believes in its
-    own prior, whatever prior it is started with. What it holds impossible may yet be seen, if contexts come
-    from elsewhere: it then learns nothing from it, but that it has moved.
+    believes in its own prior, whatever prior it is started with. What it holds impossible may yet be seen, if
+    contexts come from elsewhere: it then learns nothing from it, but that it has moved.
 
     Attributes:
         value: The objective at its maximum, `E[Σ_t γ^t r_t] + τ I(C; Y)`.
