@@ -208,18 +208,27 @@ def rollout(
             alive = alive & ~history.latest.ended
 
     path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
+    by_time = map_state(
+        lambda leaf, values: values.movedim(0, len(S)).reshape(B, -1, *leaf.shape), sig.state, path
+    )
+    return _recorded(model, context, history, lengths, by_time, _rewards(model, path, history.actions, c))
+
+
+def _recorded(
+    model: CPOMDP, context: Tensor, history: History, lengths: Tensor, states: Any, rewards: Tensor
+) -> Episodes:
+    """All that happened, as episodes."""
+    first = history.percepts[0]
     return Episodes(
         actions=history.actions,
         lengths=lengths,
         observations={site: values[:, 1:] for site, values in history.observations.items()},
         observed={site: flags[:, 1:] for site, flags in history.observed.items()},
-        contexts=context.reshape(B),
-        states=map_state(
-            lambda leaf, values: values.movedim(0, len(S)).reshape(B, -1, *leaf.shape), sig.state, path
-        ),
-        rewards=_rewards(model, path, history.actions, c),
-        initial_observations=percept.observations if model.initial_observation else None,
-        initially_observed=percept.observed if model.initial_observation else None,
+        contexts=context.reshape(len(lengths)),
+        states=states,
+        rewards=rewards,
+        initial_observations=first.observations if model.initial_observation else None,
+        initially_observed=first.observed if model.initial_observation else None,
         discount=model.discount,
         zeroed=True,
     )
