@@ -6,7 +6,7 @@ from cpomdp_ppl.episodes import Episodes
 from cpomdp_ppl.errors import EpisodesFileError, ModelError
 from cpomdp_ppl.evaluation import compare, evaluate
 from cpomdp_ppl.model import CPOMDP
-from cpomdp_ppl.policy import FunctionPolicy, History, Percept, Policy, RandomPolicy
+from cpomdp_ppl.policy import FunctionPolicy, Greedy, History, Percept, Policy, RandomPolicy
 from cpomdp_ppl.rollout import simulate
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Episodes",
     "EpisodesFileError",
     "FunctionPolicy",
+    "Greedy",
     "History",
     "ModelError",
     "Percept",

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
 
 from cpomdp_ppl.actions import require_actions
-from cpomdp_ppl.errors import invalid, require, require_model
+from cpomdp_ppl.errors import invalid, require_model
 from cpomdp_ppl.inference.choice import backend_for
-from cpomdp_ppl.policy import History, as_policy
+from cpomdp_ppl.policy import Greedy, History, as_policy
 from cpomdp_ppl.rng import RandomStream, fresh_seed
 from cpomdp_ppl.rollout import action_site
 
@@ -65,8 +64,7 @@ class Agent:
     ) -> None:
         require_model(model)
         self.model = model
-        self.policy = as_policy(policy)
-        self.greedy = greedy
+        self.policy = Greedy(as_policy(policy)) if greedy else as_policy(policy)
         number = fresh_seed(seed)
         self.filter: OnlineFilter = backend_for(model, likelihood).online(model, prior=prior, seed=number)
         self._stream = RandomStream(number)
@@ -129,13 +127,7 @@ class Agent:
 
     def _chosen(self, decision: Decision) -> Tensor:
         """The action that a decision comes to: an index, or real numbers `[D]`."""
-        site = action_site(decision, self.model, torch.Size((1,)), ())
-        if not self.greedy or isinstance(decision, Tensor):
-            action: Tensor = site.sample()
-        elif isinstance(decision, Categorical):
-            action = decision.logits.argmax(-1)
-        else:
-            action = _mode(decision)
+        action: Tensor = action_site(decision, self.model, torch.Size((1,)), ()).sample()
         require_actions("policy", action, self.model)
         return action[0]
 
@@ -191,14 +183,3 @@ class Agent:
         self.filter.observe(done, observations, observed, complete=observed is None)
         self._history = self._history.extended(self.filter.latest)
         self._pending = None
-
-
-def _mode(decision: Distribution) -> Tensor:
-    """The likeliest action of a distribution over a box."""
-    try:
-        mode: Tensor = decision.mode
-    except NotImplementedError:
-        mode = torch.tensor(torch.nan)
-    found = bool(mode.isfinite().all())
-    require(found, "greedy", True, f"False: a decision of kind {type(decision).__name__} has no mode")
-    return mode

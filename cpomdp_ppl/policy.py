@@ -208,6 +208,42 @@ class FunctionPolicy:
         return self.function(history), None
 
 
+@dataclass(frozen=True)
+class Greedy:
+    """A policy that takes the likeliest action wherever another one would draw.
+
+    Args:
+        policy: The other one.
+
+    Examples:
+        >>> from cpomdp_ppl import RandomPolicy, simulate
+        >>> from cpomdp_ppl.models import LightDark
+        >>> simulate(LightDark(), Greedy(RandomPolicy(3)), 2, seed=0).actions.unique()
+        tensor([0])
+    """
+
+    policy: Policy
+
+    def start(self, prior: Tensor) -> Any:
+        """The other policy's own memory."""
+        return self.policy.start(prior)
+
+    def act(self, history: History, memory: Any) -> tuple[Decision, Any]:
+        """The mode of what the other policy decides."""
+        decision, memory = self.policy.act(history, memory)
+        if isinstance(decision, Categorical):
+            return decision.logits.argmax(-1), memory
+        if not isinstance(decision, torch.distributions.Distribution):
+            return decision, memory
+        try:
+            mode: Tensor = decision.mode
+        except NotImplementedError:
+            mode = torch.tensor(torch.nan)
+        kind = type(decision).__name__
+        require(bool(mode.isfinite().all()), "greedy", True, f"False: a decision of kind {kind} has no mode")
+        return mode, memory
+
+
 def action_probabilities(decision: Decision, num_actions: int) -> Tensor:
     """A decision between finitely many actions as their probabilities, `[B, A]`."""
     if isinstance(decision, Tensor):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PYTHONS_GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 
-PROGRAMS = ("initial", "transition", "observation", "reward", "forward")
+PROGRAMS = ("initial", "transition", "observation", "percept", "ends", "reward", "forward")
 """Names under which programs are called from outside."""
 
 

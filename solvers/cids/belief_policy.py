@@ -19,13 +19,15 @@ from cpomdp_ppl.policy import RandomPolicy
 from cpomdp_ppl.rng import isolated
 from cpomdp_ppl.rollout import simulate
 from cpomdp_ppl.state import leaves
-from solvers.cids.critic import Critic
+from solvers.cids.critic import UNITS_RATE, Critic
 from solvers.cids.policy import ActionLayer, as_decision
 
 if TYPE_CHECKING:
     from cpomdp_ppl import CPOMDP
+    from cpomdp_ppl.episodes import Episodes
     from cpomdp_ppl.inference.backend import Backend
     from cpomdp_ppl.policy import Decision, History
+    from solvers.cids.batch import Batch
     from solvers.cids.experts import Sight
 
 MOST_STATES = 128
@@ -34,6 +36,8 @@ ODDS = 8.0
 """Log-odds beyond this are as good as certain."""
 IDENTITY = 16
 """How many numbers tell a context from the others."""
+SMALLEST_SPREAD = 1e-6
+"""Numbers of the state that vary less have no unit of their own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +90,11 @@ class BeliefEncoding(nn.Module):
         self.num_states = probabilities.shape[2] if few and probabilities is not None else None
         self.horizon = model.horizon
         episodes = simulate(model, RandomPolicy(model.actions), 256, contexts="balanced", seed=0)
-        reached = torch.arange(model.horizon + 1, device=model.device) <= episodes.lengths[:, None]
-        parts = [leaf[reached] for _, leaf in leaves(episodes.states)]
-        flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in parts], 1)
+        flat = _reached(episodes)
         spread = flat.std(0, correction=0)
         dtype = torch.get_default_dtype()
         self.register_buffer("centre", flat.mean(0).to(dtype))
-        self.register_buffer("scale", torch.where(spread > 1e-6, spread, 1.0).to(dtype))
+        self.register_buffer("scale", torch.where(spread > SMALLEST_SPREAD, spread, 1.0).to(dtype))
         assert episodes.rewards is not None
         sizes = episodes.rewards[episodes.rewards != 0].abs().to(dtype)
         self.register_buffer("reward_scale", sizes.median() if len(sizes) else torch.ones((), dtype=dtype))
@@ -118,6 +120,27 @@ class BeliefEncoding(nn.Module):
         overall = torch.cat([entropy, time, overall], -1)
         return Inputs(odds, posterior, contexts, torch.cat([*told, believed], -1), overall)
 
+    def follow(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Move the units of states towards those of a batch.
+
+        They begin as those of random actions; a good policy may stay in a small part of where these lead.
+
+        Returns:
+            What is believed under a context reads from now on as `factor` times what it read plus `offset`,
+            `[F]` each.
+        """
+        factor, offset = self.scale.new_ones(self.by_context), self.scale.new_zeros(self.by_context)
+        if self.num_states is None:
+            spread, mean = batch.statistics.spread(_reached(batch.episodes), axes=1)
+            moves, D = spread > SMALLEST_SPREAD, len(mean)
+            centre = self.centre.lerp(mean.to(self.centre), UNITS_RATE)
+            scale = torch.where(moves, self.scale.lerp(spread.to(self.scale), UNITS_RATE), self.scale)
+            factor[2 : 2 + 2 * D] = (self.scale / scale).repeat(2)
+            offset[2 : 2 + D] = (self.centre - centre) / scale
+            self.centre.copy_(centre)
+            self.scale.copy_(scale)
+        return factor, offset
+
     def _states(self, known: Knowledge | Sight) -> Tensor:
         """`[B, K, …]`."""
         if self.num_states is not None:
@@ -139,6 +162,13 @@ class BeliefEncoding(nn.Module):
             actions = self.probes[:, None].expand(-1, len(known.time), -1)  # [2 D + 1, B, D]
             rewards = torch.stack([known.expected_reward(action) for action in actions], -1)
         return (rewards.to(self.centre.dtype) / self.reward_scale).asinh()
+
+
+def _reached(episodes: Episodes) -> Tensor:
+    """All states that episodes got to, as numbers, float64 `[n, D]`."""
+    reached = torch.arange(episodes.horizon + 1, device=episodes.device) <= episodes.lengths[:, None]
+    parts = [leaf[reached] for _, leaf in leaves(episodes.states)]
+    return torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in parts], 1)
 
 
 class BeliefNet(nn.Module):
@@ -167,6 +197,14 @@ class BeliefNet(nn.Module):
         x = torch.cat([pooled, inputs.odds, inputs.posterior, inputs.overall], -1)
         features: Tensor = self.last(self.all(x).relu()).relu()
         return features
+
+    @torch.no_grad()
+    def reread(self, factor: Tensor, offset: Tensor) -> None:
+        """Keep all outputs as they are, though what is believed comes in other units, `[F]` each."""
+        for layer, first in ((self.each, 0), (self.all, self.all.weight.shape[1] - len(factor))):
+            weight = layer.weight[:, first : first + len(factor)]
+            weight.div_(factor)
+            layer.bias.sub_(weight @ offset)
 
 
 class BeliefPolicy(nn.Module):
@@ -240,6 +278,12 @@ class BeliefPolicy(nn.Module):
     def values(self, inputs: Inputs) -> Tensor:
         """Payoffs still to come, in the critic's eyes, `[…]`."""
         return self.critic.values(self.judge(inputs))
+
+    def follow(self, batch: Batch) -> None:
+        """Read states in units of those that the policy gets to; what it decides stays as it is."""
+        factor, offset = self.encoding.follow(batch)
+        for network in (self.actor, self.judge):
+            network.reread(factor, offset)
 
     def agent(self, **settings: Any) -> Agent:
         """This policy at work, one episode at a time; see `Agent` for the settings."""

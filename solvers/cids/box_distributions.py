@@ -71,6 +71,10 @@ class BoxDistribution(torch.distributions.Distribution):
         """
 
     @abstractmethod
+    def wider(self, chance: float) -> BoxDistribution:
+        """The same with more left to chance: 0 for nothing, and near 1 for about all of the box."""
+
+    @abstractmethod
     def share(self, sample_shape: torch.Size) -> Tensor:
         """A draw as a share of the width, from 0 to 1."""
 
@@ -140,6 +144,12 @@ class SquashedGaussian(BoxDistribution):
         total = precision + torch.where(none, 0.0, extra)
         return SquashedGaussian(self.box, (self.first * precision + pull) / total, total.rsqrt())
 
+    def wider(self, chance: float) -> SquashedGaussian:
+        """With noise of a standard deviation `chance` on top, before squashing."""
+        if not chance:
+            return self
+        return SquashedGaussian(self.box, self.first, (self.second.square() + chance**2).sqrt())
+
     def share(self, sample_shape: torch.Size) -> Tensor:
         """`sigmoid(2 x) = (1 + tanh x) / 2` of Gaussian draws x."""
         noise = torch.randn(sample_shape + self.first.shape, dtype=self.first.dtype, device=self.first.device)
@@ -198,6 +208,17 @@ class ScaledBeta(BoxDistribution):
         share = self._share_of(previous.nan_to_num())
         more = (torch.where(previous.isnan(), 0.0, counts * part) for part in (share, 1 - share))
         return ScaledBeta(self.box, self.first + next(more), self.second + next(more))
+
+    def wider(self, chance: float) -> ScaledBeta:
+        """With fewer counts; where these are many, draws spread as those of a squashed Gaussian would."""
+        if not chance:
+            return self
+        total = self.first + self.second
+        mean = self.first / total
+        tightness = 1 / (1 + total)  # the variance, as a share of the largest that this mean allows
+        wide = tightness + 4 * mean * (1 - mean) * chance**2 * (1 - tightness)
+        fewer = 1 / wide - 1
+        return ScaledBeta(self.box, mean * fewer, (1 - mean) * fewer)
 
     def share(self, sample_shape: torch.Size) -> Tensor:
         """Draws of the Beta distribution."""

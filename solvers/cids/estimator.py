@@ -177,7 +177,8 @@ class ActorCritic:
         clip: By how much the probability of an action may change on a batch, as a ratio.
         random_actions: How often an action is left to chance while episodes are played, a number or a
             schedule. What is improved is the policy with its chances, so that the gradient is none the worse
-            for it; chance keeps it familiar with situations that it would not get into by itself.
+            for it; chance keeps it familiar with situations that it would not get into by itself. Over a
+            box, all actions are: decisions are made wider (see `BoxDistribution.wider`).
         persistence: What is added to the logit of the previous action, a number or a schedule. This, too, is
             part of the policy that is improved. Actions that are repeated get further.
         told: Which share of the episodes begin told the context, if the policy reads beliefs: what to do when

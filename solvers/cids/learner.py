@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import dataclass, replace
@@ -42,8 +43,13 @@ TRUNK_FEATURES = 64
 """How many features the critic reads the history into, where the policy has none to offer."""
 
 
-DRIFT = 0.02
-"""How far, as a Kullback–Leibler divergence in nats, steps on one batch may take decisions over a box."""
+DRIFT = 0.03
+"""How far, as a Kullback–Leibler divergence in nats, the first steps on a batch take decisions over a box.
+
+Later ones take them less far: by the square of the learning rate, as they would for small steps anyway.
+"""
+TOO_FAR = 5.0
+"""If steps take decisions so many times as far, they are taken again, and smaller."""
 LEAST_CAUTION = 1e-3
 """Steps are no smaller than this share of what their schedule says."""
 
@@ -262,28 +268,47 @@ class Learner:
             now = self.decide(batch)
         advantages = self.estimator.advantages(payoffs, now.detached())  # [B, T]
         step = GradientStep.first(advantages, now, self.critic, self.progress)
-        self.optimizer.param_groups[0]["lr"] = learning_rate * self.caution
-        norms = []
-        for epoch in range(self.estimator.epochs):
-            step = step if epoch == 0 else replace(step, now=self.decide(batch))
-            norms.append(self._descend(self.estimator.terms(step), len(batch.episodes)))
-        if self.model.box is not None:
-            self._take_care(step)
+        take_steps = self._take_steps if self.model.box is None else self._take_care
+        norms = take_steps(step, learning_rate)
         self.critic.rescale(to_come[batch.alive], self.statistics)
+        if isinstance(self.policy, BeliefPolicy):
+            self.policy.follow(batch)
         objective = float(batch.mean(payoffs.sum(1)[batch.own]))
         return {"objective": objective, "gradient_norm": sum(norms) / len(norms)}
 
-    def _take_care(self, step: GradientStep) -> None:
-        """Take smaller steps if they change decisions by much, and larger ones again if by little.
+    def _take_steps(self, step: GradientStep, learning_rate: float) -> list[float]:
+        """Gradient steps on a batch; their gradients' norms."""
+        self.optimizer.param_groups[0]["lr"] = learning_rate * self.caution
+        norms = []
+        for epoch in range(self.estimator.epochs):
+            step = step if epoch == 0 else replace(step, now=self.decide(step.batch))
+            norms.append(self._descend(self.estimator.terms(step), len(step.batch.episodes)))
+        return norms
+
+    def _take_care(self, step: GradientStep, learning_rate: float) -> list[float]:
+        """The same over a box: no larger than it takes to stay near what was decided.
 
         A narrow distribution over a box is a small target, which steps of one size would soon jump about.
         """
-        log_ratio = (step.now.log_probs - step.before.log_probs).detach() * step.batch.alive
-        drift = float(self.statistics.mean(log_ratio.expm1() - log_ratio) / step.batch.share_alive)
-        if drift > 2 * DRIFT:
+        allowed = DRIFT * (learning_rate / self.learning_rate(0.0)) ** 2
+        before = copy.deepcopy((self.networks.state_dict(), self.optimizer.state_dict()))
+        norms = self._take_steps(step, learning_rate)
+        while (drift := self._drift(step) / allowed) > TOO_FAR and self.caution > LEAST_CAUTION:
+            self.networks.load_state_dict(before[0])
+            self.optimizer.load_state_dict(copy.deepcopy(before[1]))
+            self.caution /= 3
+            norms = self._take_steps(replace(step, now=self.decide(step.batch)), learning_rate)
+        if drift > 2:
             self.caution = max(self.caution / 1.5, LEAST_CAUTION)
-        elif drift < DRIFT / 2:
+        elif drift < 0.5:
             self.caution = min(self.caution * 1.5, 1.0)
+        return norms
+
+    def _drift(self, step: GradientStep) -> float:
+        """How far decisions are from those that played, as a Kullback–Leibler divergence in nats."""
+        with torch.no_grad():
+            log_ratio = (self.decide(step.batch).log_probs - step.before.log_probs) * step.batch.alive
+        return float(self.statistics.mean(log_ratio.expm1() - log_ratio) / step.batch.share_alive)
 
     def decide(self, batch: Batch) -> Decisions:
         """Policy and critic along a batch."""

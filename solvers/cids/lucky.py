@@ -32,7 +32,7 @@ TRIALS = 32
 CELL = 0.5
 """Size of the cells in which places count as the same, in standard deviations of the first round."""
 FAR = 0.1
-"""Goals are far if this share of what knowing the context may be worth takes more than one action."""
+"""Goals are far if this share of what there is to win over chance takes more than one action."""
 LARGE_PRIME = 1_000_000_007
 MOST_DIRECTIONS = 4
 """Of a state of more numbers, places are told apart by so many random combinations."""
@@ -52,6 +52,7 @@ class Findings:
         run_length: How long actions should be repeated: the shortest runs of the luckiest episodes.
         constant: The best return, on average, of doing the same thing all the time.
         constant_told: The same for who is told the context.
+        random: What random actions earned, repeated for shorter or longer runs.
         worth: What it may be worth to know the context: how much better than `constant` are, on average,
             lucky episodes, or actions that are fixed in advance for each context.
         unit: The median size of rewards that are not zero.
@@ -64,14 +65,15 @@ class Findings:
     run_length: float
     constant: float
     constant_told: float
+    random: float
     worth: float
     unit: float
 
     @property
     def is_far(self) -> bool:
         """Whether it takes more than doing the same thing all the time to reach rewards, told the context."""
-        reached = self.constant_told - self.constant
-        return self.episodes is not None and reached < (1 - FAR) * self.worth
+        best = self.constant + self.worth
+        return self.episodes is not None and best - self.constant_told > FAR * (best - self.random)
 
 
 @torch.no_grad()
@@ -93,6 +95,8 @@ def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Finding
         runs = torch.tensor(RUNS, device=model.device)[torch.arange(len(contexts)) // C % len(RUNS)]
         found = _played(programs, contexts, runs, None)
         assert found.rewards is not None
+        assert found.returns is not None
+        by_chance = found.returns.double().view(-1, C).mean(0)  # [C]
         sizes = found.rewards[found.rewards != 0].abs()
         cells, enough = Cells.of(found), _enough(always)
         run_length = _best_run(found, runs, enough)
@@ -120,6 +124,7 @@ def search(model: CPOMDP, prior: Tensor | None = None, seed: int = 0) -> Finding
         run_length,
         float(constant),
         float(always.amax(0) @ p),
+        float(by_chance @ p),
         max(float(informed - constant), 0.0),
         float(sizes.median()) if len(sizes) else 0.0,
     )

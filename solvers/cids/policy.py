@@ -168,7 +168,8 @@ class Exploring:
 
     Attributes:
         policy: Whose decisions must be distributions.
-        chance: Probability of a random action, with all actions equally likely.
+        chance: Probability of a random action, with all actions equally likely; where actions are continuous,
+            see `BoxDistribution.wider`.
         persistence: What is added to the logit of the previous action; where actions are continuous, see
             `BoxDistribution.near`.
     """
@@ -205,11 +206,7 @@ class Exploring:
         if isinstance(leaning, Tensor):
             probs = self.probs(leaning, previous).double()  # [B, A]
             return index_at(probs, torch.rand(len(probs), 1, dtype=torch.float64).to(probs.device))
-        drawn = leaning.near(previous, self.persistence).sample()
-        if not self.chance:
-            return drawn
-        by_chance = torch.rand(len(drawn), 1, device=drawn.device) < self.chance
-        return torch.where(by_chance, leaning.box.uniform(drawn).sample(drawn.shape[:1]), drawn)
+        return self._explored(leaning, previous).sample()
 
     def evaluate(self, leaning: Leaning, actions: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Actions in the eyes of a policy that leans to something, with gradients.
@@ -220,21 +217,18 @@ class Exploring:
             previous: Those before them.
 
         Returns:
-            `log π(a_t | h_t)` and the entropy of `π(· | h_t)`, `[…]` each. The entropy over a box leaves
-            chance out.
+            `log π(a_t | h_t)` and the entropy of `π(· | h_t)`, `[…]` each.
         """
         if isinstance(leaning, BoxDistribution):
-            tends = leaning.near(previous, self.persistence)
-            log_probs, entropies = tends.log_prob(actions), tends.entropy()
-            if self.chance:
-                evenly = math.log(self.chance) - float(tends.width.log().sum())
-                own = log_probs + (math.log1p(-self.chance) if self.chance < 1 else -math.inf)
-                log_probs = torch.logaddexp(own, torch.full_like(own, evenly))
-            return log_probs, entropies
+            explored = self._explored(leaning, previous)
+            return explored.log_prob(actions), explored.entropy()
         log_policy = self.log_probs(leaning, previous)  # […, A]
         log_probs = log_policy.gather(-1, actions[..., None]).squeeze(-1)
         possible = log_policy.clamp(min=torch.finfo(log_policy.dtype).min)  # 0 · log 0 is 0
         return log_probs, -(log_policy.exp() * possible).sum(-1)
+
+    def _explored(self, leaning: BoxDistribution, previous: Tensor) -> BoxDistribution:
+        return leaning.near(previous, self.persistence).wider(self.chance)
 
     def probs(self, logits: Tensor, previous: Tensor | None) -> Tensor:
         """Probabilities of all actions, for logits `[…, A]` of the policy and previous actions `[…]`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,12 +180,17 @@ def _defaults(
             if temperature is None
             else as_schedule("temperature", temperature)
         )
-        after = explorer(model, found) if estimator is None else as_estimator(estimator)
+        by_default = OVER_A_BOX if model.box else explorer(model, found)
+        after = by_default if estimator is None else as_estimator(estimator)
         far = FarGoal(practising(model, found), after, nat)
     if temperature is None:
         worth = found.worth if start is not None else found.constant_told - found.constant
         temperature = per_nat(found.prior, worth or found.unit)
-    return estimator or (NEAR if start is None else REFINING), temperature, far
+    if start is not None:
+        by_default = REFINING if model.box is None else replace(REFINING, random_actions=WIDER)
+    else:
+        by_default = NEAR if model.box is None else OVER_A_BOX
+    return estimator or by_default, temperature, far
 
 
 CRITIC_FIRST = 20
@@ -200,6 +205,13 @@ NEAR = ActorCritic(
     exploration=Linear(0.05, 0.0),
 )
 """The estimator for policies that read beliefs, where rewards are not far away."""
+WIDER = Linear(0.15, 0.0, until=0.7)
+OVER_A_BOX = ActorCritic(
+    random_actions=WIDER,
+    told=Linear(0.2, 0.0, until=0.8),
+    exploration=Linear(0.04, 0.0, until=0.6),
+)
+"""The estimator for policies that read beliefs, where actions are continuous, also after practice."""
 
 
 def practising(model: CPOMDP, found: Findings) -> ActorCritic:
