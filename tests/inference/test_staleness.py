@@ -3,7 +3,7 @@
 import copy
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyro
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from cpomdp_ppl import CPOMDP, Episodes
-from cpomdp_ppl.errors import UnsupportedModelError
+from cpomdp_ppl.errors import ObservationError, UnsupportedModelError
 from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 
 BEFORE, AFTER = 0.25, 1.5
@@ -288,6 +288,28 @@ def test_what_is_put_back_is_as_it_was():
     backend.run(model, episodes, seed=0)
     model.amount = BEFORE
     assert torch.equal(backend.run(model, episodes, seed=0).log_likelihood, before)
+
+
+def test_ends_that_come_and_go():
+    """By patching, as in notebooks: a kernel of the model as it was is not used."""
+    native, eager = (ParticleFilter(4000, engine=engine) for engine in ("native", "eager"))
+    model = Drift()
+    without = some_episodes(model)
+    before = native.run(model, without, seed=0).log_likelihood
+    ends = {"ended": torch.zeros_like(without.observations["z"])}
+    flags = {"ended": torch.ones_like(without.observed["z"])}
+    episodes = replace(
+        without, observations={**without.observations, **ends}, observed={**without.observed, **flags}
+    )
+    for slope in (1.0, 3.0):
+        model.ends = types.MethodType(lambda self, s, a, c, slope=slope: torch.sigmoid(slope * s), model)
+        with pytest.raises(ObservationError, match="ended"):
+            native.run(model, without, seed=0)
+        ours, theirs = (each.run(model, episodes, seed=0).log_likelihood for each in (native, eager))
+        torch.testing.assert_close(ours, theirs, atol=0.3, rtol=0)
+        assert ((ours - before).abs() > 0.5).all()
+    del model.ends
+    assert torch.equal(native.run(model, without, seed=0).log_likelihood, before)
 
 
 def test_a_copy_has_constants_of_its_own():

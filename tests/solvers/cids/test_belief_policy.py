@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -14,7 +16,10 @@ from cpomdp_ppl.inference import ObservableOperator, as_backend, inference_scope
 from cpomdp_ppl.inference.knowledge import Knowledge
 from cpomdp_ppl.models import Beacons, ContextualTiger, LightDark, LineGrid
 from cpomdp_ppl.policy import History, Percept
+from cpomdp_ppl.state import leaves, map_state
+from solvers.cids.batch import OWN
 from solvers.cids.belief_policy import IDENTITY, ODDS, BeliefNet, BeliefPolicy, Inputs
+from solvers.cids.critic import UNITS_RATE
 from solvers.cids.playing import play_out
 from solvers.cids.policy import Exploring, unroll
 from tests.inference.test_knowledge import followed, uneven
@@ -435,3 +440,34 @@ def test_nonsense_is_refused_by_name():
         BeliefPolicy(LineGrid(), hidden=0)
     with pytest.raises(ValueError, match="likelihood"):
         BeliefPolicy(LineGrid(), likelihood="magic")
+
+
+@pytest.mark.parametrize("model", [LightDark(horizon=6), Beacons(horizon=6)], ids=["LightDark", "Beacons"])
+def test_what_is_decided_stays_as_units_move(model):
+    """States are read in units of where the policy gets to; decisions and values do not change by that."""
+    policy = BeliefPolicy(model, likelihood="ekf", seed=0)
+    episodes = simulate(model, RandomPolicy(model.actions), 20, seed=0)
+    states = map_state(lambda leaf: 5.0 + 0.1 * leaf, episodes.states)
+    with inference_scope(model, 0):
+        known = Knowledge.first(policy.backend, model, uneven(model.num_contexts, 20))
+        for t in range(3):
+            seen = {site: values[:, t] for site, values in episodes.observations.items()}
+            flags = {site: values[:, t] for site, values in episodes.observed.items()}
+            known = known.after(Percept(episodes.actions[:, t], seen, flags))
+
+    def found():
+        with torch.no_grad():
+            inputs = policy.encoding(known)
+            return inputs.by_context, policy.decide(inputs), policy.values(inputs)
+
+    before, scale, centre = found(), policy.encoding.scale.clone(), policy.encoding.centre.clone()
+    for _ in range(30):
+        policy.follow(SimpleNamespace(episodes=replace(episodes, states=states), statistics=OWN))
+    after = found()
+    assert (after[0] - before[0]).abs().max() > 0.5
+    for one, other in zip(before[1:], after[1:], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)  # in single precision
+    flat = torch.cat([leaf.reshape(20 * 7, -1) for _, leaf in leaves(states)], 1)
+    way = 1 - (1 - UNITS_RATE) ** 30
+    torch.testing.assert_close(policy.encoding.scale, scale.lerp(flat.std(0, correction=0), way))
+    torch.testing.assert_close(policy.encoding.centre, centre.lerp(flat.mean(0), way))

@@ -205,6 +205,24 @@ def test_near_is_the_product_of_two_densities(family):
     torch.testing.assert_close(plain.near(none, persistence).log_prob(grid), plain.log_prob(grid))
 
 
+@pytest.mark.parametrize("family", FAMILIES.values())
+def test_wider_distributions_spread_as_with_noise_before_squashing(family):
+    """Means of narrow ones stay, and the variance of shares is that of both together; 4.5 standard errors."""
+    n, box, noise = 40_000, Box(0.0, 1.0), 0.1
+    first, second = (0.3, 0.05) if family is SquashedGaussian else (120.0, 60.0)
+    one = family(box, torch.full((n, 1), first).double(), torch.full((n, 1), second).double())
+    assert one.wider(0.0) is one
+    torch.manual_seed(0)
+    before = torch.logit(one.sample()) / 2
+    truth = torch.sigmoid(2 * (before + noise * torch.randn(n, 1))).double()
+    drawn = one.wider(noise).sample()
+    assert_mean(drawn - truth, 0.0, "the mean")
+    off = (drawn - drawn.mean()).square() - (truth - truth.mean()).square()
+    few = 0.0 if family is SquashedGaussian else 0.02 * float(truth.var())  # it is not the same family
+    assert abs(float(off.mean())) < 4.5 * float(off.std()) / n**0.5 + few
+    assert drawn.std() > 1.2 * one.sample().std()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [1.0, 3.0, 10.0])
 @pytest.mark.parametrize("family", FAMILIES.values())

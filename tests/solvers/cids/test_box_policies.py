@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +17,14 @@ from cpomdp_ppl.inference import ExtendedKalmanFilter, ParticleFilter
 from cpomdp_ppl.policy import as_policy
 from cpomdp_ppl.progress import bar
 from solvers import cids
-from solvers.cids import imitation
+from solvers.cids import imitation, settings
 from solvers.cids.batch import Batch
 from solvers.cids.belief_policy import BeliefPolicy
 from solvers.cids.box_distributions import FAMILIES, ScaledBeta, SquashedGaussian
 from solvers.cids.estimator import ActorCritic, Decisions, Reinforce
 from solvers.cids.experts import Restarts, practise, rehearse
 from solvers.cids.imitation import Pupil, imitate
-from solvers.cids.learner import DRIFT, LEAST_CAUTION, Learner
+from solvers.cids.learner import DRIFT, LEAST_CAUTION, TOO_FAR, Learner
 from solvers.cids.lucky import search
 from solvers.cids.objective import Information, Variational
 from solvers.cids.playing import play_out
@@ -68,36 +67,25 @@ class Plain(Constant):
 # ------------------------------------------------------------------------------- mixtures and gradients
 
 
-def mixture(leaning, action, previous, chance=CHANCE, persistence=PERSISTENCE):
-    """The density of an action, by hand."""
-    box = leaning.box
-    volume = math.prod(high - low for low, high in zip(box.low, box.high, strict=True))
-    return (1 - chance) * leaning.near(previous, persistence).log_prob(action).exp() + chance / volume
+def density(leaning, action, previous, chance=CHANCE, persistence=PERSISTENCE):
+    """The density of an action of a policy that explores."""
+    return leaning.near(previous, persistence).wider(chance).log_prob(action).exp()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values())
-@pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])
-def test_chance_makes_a_mixture(family, chance):
-    box, g = Knob().box, torch.Generator().manual_seed(0)
-    leaning = family.of(box, torch.randn(6, 4, generator=g, dtype=torch.float64))
-    previous = torch.cat([torch.full((1, 2), torch.nan), torch.tensor([[0.3, 0.2]]).expand(5, 2)]).double()
-    action = box.uniform(torch.zeros((), dtype=torch.float64)).sample((6,))
-    log_probs, entropies = Exploring(None, chance, PERSISTENCE).evaluate(leaning, action, previous)
-    torch.testing.assert_close(log_probs.exp(), mixture(leaning, action, previous, chance))
-    torch.testing.assert_close(entropies, leaning.near(previous, PERSISTENCE).entropy())
-
-
-def test_draws_are_left_to_chance_as_often_as_it_says():
-    """A narrow distribution hits a tenth of the box; chance does so one time in ten. 4.5 standard errors."""
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_what_is_drawn_has_the_density_that_is_evaluated(family, chance):
+    """E[f] over draws is the integral of f times the density, for several f; 4.5 standard errors."""
     box, n = Glide().box, 20_000
-    narrow = SquashedGaussian(box, torch.zeros(n, 1), torch.full((n, 1), 0.02))
+    leaning = family.of(box, torch.tensor([[0.4, -0.2]]).double())
+    previous, exploring = torch.tensor([[0.9]]).double(), Exploring(None, chance, PERSISTENCE)
     torch.manual_seed(0)
-    for chance in (0.0, 0.3, 1.0):
-        drawn = Exploring(None, chance).draw(narrow, torch.full((n, 1), torch.nan))
-        near = ((drawn - 0.5).abs() < 0.15).double()[:, 0]
-        share = 1 - 0.9 * chance
-        assert_mean(near, share, "near", sd=max((share * (1 - share)) ** 0.5, 1e-3))
-    assert_mean(drawn[:, 0], 0.5, "the mean of a uniform one", sd=3 / 12**0.5)
+    drawn = exploring.draw(family.of(box, torch.tensor([[0.4, -0.2]]).double().expand(n, 2)), previous)
+    x = torch.linspace(-1 + 1e-6, 2 - 1e-6, 20_001).double()[:, None]
+    log_probs, _ = exploring.evaluate(leaning, x, previous)
+    for f in (torch.ones_like, torch.sin, torch.square):
+        truth = torch.trapezoid(log_probs.exp() * f(x)[:, 0], x[:, 0])
+        assert_mean(f(drawn)[:, 0], float(truth), "what is drawn", sd=float(f(drawn).std()) + 1e-3)
 
 
 def true_gradient(family, outputs, objective):
@@ -110,8 +98,8 @@ def true_gradient(family, outputs, objective):
     x = -1 + 4 * share[:, None]  # [n, 1]
     weights = 4 * share * (1 - share) * (odds[1] - odds[0])
     reward = -0.5 * ((x - 1).square() + (x - 2).square())[:, 0]
-    first = mixture(leaning, x, NONE)  # [n]
-    second = mixture(leaning, x, x[:, None])  # [n before, n]
+    first = density(leaning, x, NONE)  # [n]
+    second = density(leaning, x, x[:, None])  # [n before, n]
 
     def means(values, entropy):
         paid = weights * first * values  # [n]
@@ -153,26 +141,51 @@ def test_gradients_are_unbiased(family, objective):
         assert each.std() / 60**0.5 < 0.1 * truth.norm()  # the test could tell
 
 
-@pytest.mark.parametrize(("moved", "direction"), [(2.0, -1), (0.001, 1)])
-def test_steps_become_smaller_where_decisions_change_by_much(moved, direction):
-    """By the mean of `r − 1 − log r` over the steps that count, of ratios r."""
-    log_ratio = torch.full((2, 3), moved)
-    log_ratio[1, 1:] = 1e9  # it is over
-    alive = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    batch = SimpleNamespace(alive=alive, share_alive=alive.double().mean())
-    zeros = torch.zeros(2, 3)
-    step = SimpleNamespace(
-        batch=batch, now=SimpleNamespace(log_probs=log_ratio), before=SimpleNamespace(log_probs=zeros)
-    )
-    drift = math.exp(moved) - 1 - moved
-    assert drift > 2 * DRIFT if direction < 0 else drift < DRIFT / 2
-    its = SimpleNamespace(caution=0.3, statistics=SimpleNamespace(mean=lambda values: values.mean()))
-    for _ in range(40):
-        before = its.caution
-        Learner._take_care(its, step)
-        assert LEAST_CAUTION <= its.caution <= 1.0
-        assert (its.caution - before) * direction >= 0
-    assert its.caution == (LEAST_CAUTION if direction < 0 else 1.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1.0, 1e-5])
+def test_steps_over_a_box_stay_near_what_was_decided(rate):
+    """Rates that are far too large become smaller, so that no batch takes decisions far; small ones stay.
+
+    By the mean of `r − 1 − log r` over the steps that count, of ratios r.
+    """
+    drifts, cautions = [], []
+
+    class Watching(Learner):
+        def _drift(self, step):
+            drifts.append(super()._drift(step))
+            with torch.no_grad():
+                log_ratio = (self.decide(step.batch).log_probs - step.before.log_probs)[step.batch.alive]
+            assert drifts[-1] == pytest.approx(
+                float((log_ratio.exp() - 1 - log_ratio).mean()), rel=1e-3, abs=1e-7
+            )
+            return drifts[-1]
+
+        def _take_care(self, step, learning_rate):
+            norms = super()._take_care(step, learning_rate)
+            cautions.append((self.caution, drifts[-1]))
+            return norms
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "Learner", Watching)
+        cids.fit(
+            Glide(),
+            likelihood="ekf",
+            iterations=12,
+            batch_size=40,
+            learning_rate=rate,
+            seed=0,
+            progress=False,
+        )
+    accepted = [drift for _, drift in cautions]
+    assert len(cautions) == 12
+    assert max(accepted) <= TOO_FAR * DRIFT
+    assert all(LEAST_CAUTION <= caution <= 1 for caution, _ in cautions)
+    if rate == 1.0:
+        assert len(drifts) > 12  # some steps were taken again
+        assert cautions[-1][0] < 0.1
+    else:
+        assert cautions[-1][0] == 1.0
+        assert len(drifts) == 12
 
 
 # ---------------------------------------------------------------------------------------------- policies

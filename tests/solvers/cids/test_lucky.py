@@ -7,6 +7,7 @@ import torch
 
 from cpomdp_ppl import simulate
 from cpomdp_ppl.models import ContextualTiger, LightDark, LineGrid, Office
+from examples.problems.regulator import Regulator
 from solvers.cids.lucky import search
 
 
@@ -95,3 +96,10 @@ def test_averages_are_over_the_prior():
     )
     assert sure.constant == sure.constant_told > 15.0
     assert open_.constant < 0.5 < 15.0 < open_.constant_told
+
+
+@pytest.mark.slow
+def test_goals_are_far_where_neither_chance_nor_one_action_gets_near_them():
+    """A regulator earns on the way: to do nothing is far better than chance, and not far from the best."""
+    far = {kind.__name__: search(kind()).is_far for kind in (LightDark, LineGrid, Office, Regulator)}
+    assert far == {"LightDark": False, "LineGrid": False, "Office": True, "Regulator": False}
