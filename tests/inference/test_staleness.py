@@ -307,7 +307,7 @@ def test_ends_that_come_and_go():
             native.run(model, without, seed=0)
         ours, theirs = (each.run(model, episodes, seed=0).log_likelihood for each in (native, eager))
         torch.testing.assert_close(ours, theirs, atol=0.3, rtol=0)
-        assert ((ours - before).abs() > 0.5).all()
+        assert (ours - before).abs().amax() > 2.0  # the test can tell
     del model.ends
     assert torch.equal(native.run(model, without, seed=0).log_likelihood, before)
 
