@@ -64,12 +64,13 @@ class Agent:
     ) -> None:
         require_model(model)
         self.model = model
-        self.policy = Greedy(as_policy(policy)) if greedy else as_policy(policy)
+        self.policy = as_policy(policy)
+        self._acting = Greedy(self.policy) if greedy else self.policy
         number = fresh_seed(seed)
         self.filter: OnlineFilter = backend_for(model, likelihood).online(model, prior=prior, seed=number)
         self._stream = RandomStream(number)
         with self._stream, torch.no_grad():
-            self._memory = self.policy.start(self.filter.prior.to(model.prior()))
+            self._memory = self._acting.start(self.filter.prior.to(model.prior()))
         self._history: History | None = None
         self._pending: int | NDArray[np.floating[Any]] | None = None
         if not model.initial_observation:
@@ -117,7 +118,7 @@ class Agent:
         if self.over:
             raise RuntimeError(f"the episode {self._outcome}")
         with self._stream, torch.no_grad(), self.model.running():
-            decision, self._memory = self.policy.act(history, self._memory)
+            decision, self._memory = self._acting.act(history, self._memory)
             action = self._chosen(decision)
         if self.model.box is None:
             self._pending = int(action)
