@@ -43,11 +43,10 @@ TRUNK_FEATURES = 64
 """How many features the critic reads the history into, where the policy has none to offer."""
 
 
-DRIFT = 0.03
-"""How far, as a Kullback–Leibler divergence in nats, the first steps on a batch take decisions over a box.
-
-Later ones take them less far: by the square of the learning rate, as they would for small steps anyway.
-"""
+DRIFT = 0.05
+"""How far, as a Kullback–Leibler divergence in nats, the first steps on a batch take decisions over a box."""
+SHRINKING = 4
+"""Later ones take them less far, by this power of the learning rate: noise keeps them from the best."""
 TOO_FAR = 5.0
 """If steps take decisions so many times as far, they are taken again, and smaller."""
 LEAST_CAUTION = 1e-3
@@ -290,7 +289,7 @@ class Learner:
 
         A narrow distribution over a box is a small target, which steps of one size would soon jump about.
         """
-        allowed = DRIFT * (learning_rate / self.learning_rate(0.0)) ** 2
+        allowed = DRIFT * (learning_rate / self.learning_rate(0.0)) ** SHRINKING
         before = copy.deepcopy((self.networks.state_dict(), self.optimizer.state_dict()))
         norms = self._take_steps(step, learning_rate)
         while (drift := self._drift(step) / allowed) > TOO_FAR and self.caution > LEAST_CAUTION:

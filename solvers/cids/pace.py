@@ -12,6 +12,8 @@ ROUNDING = 1e-9
 """A progress so close to 1 is 1."""
 HURRY = 8.0
 """How much faster it goes when nothing improves any more."""
+LESS_HURRY = 2.0
+"""The same where actions are continuous: they are found the better, the slower exploration fades."""
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Pace:
     Attributes:
         iterations: The ceiling.
         trivial: What doing the same thing all the time earns.
+        hurry: How much faster it goes when nothing improves any more.
         progress: How far the fit is, from 0 to 1.
         recent: For each of the last iterations, the return, return and information together, and the
             return of those who were told the context; NaN where nobody was.
@@ -32,6 +35,7 @@ class Pace:
 
     iterations: int
     trivial: float
+    hurry: float = HURRY
     progress: float = 0.0
     recent: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -43,7 +47,7 @@ class Pace:
     def advance(self, earned: float, worth: float, told: float) -> None:
         """Take note of an iteration."""
         self.recent = [*self.recent[1 - 2 * WINDOW :], (earned, worth, told)]
-        step = (HURRY if self._is_settled() else 1.0) / max(self.iterations - 1, 1)
+        step = (self.hurry if self._is_settled() else 1.0) / max(self.iterations - 1, 1)
         last = self.progress > 1.0 - ROUNDING
         self.progress = self.progress + step if last else min(self.progress + step, 1.0)
 

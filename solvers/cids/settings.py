@@ -19,7 +19,7 @@ from solvers.cids.estimator import ActorCritic, Reinforce, as_estimator
 from solvers.cids.learner import FarGoal, Learner
 from solvers.cids.lucky import search
 from solvers.cids.objective import Variational, as_objective
-from solvers.cids.pace import Pace
+from solvers.cids.pace import HURRY, LESS_HURRY, Pace
 from solvers.cids.priors import OnePrior, as_sampler
 from solvers.cids.schedules import Constant, Geometric, Linear, as_schedule
 from solvers.cids.solution import shape_of
@@ -118,7 +118,10 @@ class FitSettings:
         """A learner at its start."""
         leads = None if self.found is None else self.found.leads
         critic_first = 0 if self.start is None else min(CRITIC_FIRST, self.iterations // 4)
-        pace = None if self.found is None else Pace(self.iterations - critic_first, self.found.constant)
+        hurry = HURRY if self.model.box is None else LESS_HURRY
+        pace = (
+            None if self.found is None else Pace(self.iterations - critic_first, self.found.constant, hurry)
+        )
         return Learner(
             self.model,
             policy,
