@@ -295,7 +295,7 @@ class Learner:
         while (drift := self._drift(step) / allowed) > TOO_FAR and self.caution > LEAST_CAUTION:
             self.networks.load_state_dict(before[0])
             self.optimizer.load_state_dict(copy.deepcopy(before[1]))
-            self.caution /= 3
+            self.caution = max(self.caution / 3, LEAST_CAUTION)
             norms = self._take_steps(replace(step, now=self.decide(step.batch)), learning_rate)
         if drift > 2:
             self.caution = max(self.caution / 1.5, LEAST_CAUTION)
