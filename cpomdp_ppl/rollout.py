@@ -183,7 +183,7 @@ def rollout(
     states, lengths = [state], torch.zeros(B, dtype=torch.long, device=context.device)
     alive = torch.ones(B, dtype=torch.bool, device=context.device)
     for t in range(model.horizon):
-        if not (to_the_horizon or bool(alive.any())):
+        if model.can_end and not (to_the_horizon or bool(alive.any())):
             history = history.extended(history.latest.only(alive))
             states.append(state)
             continue

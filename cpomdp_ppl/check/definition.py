@@ -87,7 +87,7 @@ def _argument_faults(model: CPOMDP) -> Iterator[str]:
     three = "(state, action, context)"
     expected = {"reward": f"{three}, or (state, action, context, next_state) without a default"}
     numbers = {"reward": (3, 4), "ends": (3,)}
-    for name in ("reward", "ends"):
+    for name in ("reward", "ends") if model.can_end else ("reward",):
         try:
             arguments = _arguments(getattr(model, name))
         except (TypeError, ValueError) as error:

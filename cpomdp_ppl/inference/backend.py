@@ -12,7 +12,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from cpomdp_ppl.actions import require_actions, some_action
+from cpomdp_ppl.actions import require_actions
 from cpomdp_ppl.arrays import how_many_fit, pieces
 from cpomdp_ppl.dataflow import dependencies
 from cpomdp_ppl.errors import (
@@ -380,12 +380,13 @@ def require_same_sites(model: CPOMDP, signature: Signature, episodes: Episodes) 
 
 def _require_actions_of(model: CPOMDP, episodes: Episodes) -> None:
     """Raise unless the model has the actions of the episodes, wherever they count."""
-    actions, own = episodes.actions, some_action(model)
-    if actions.shape[2:] != own.shape or actions.is_floating_point() != own.is_floating_point():
+    actions, box = episodes.actions, model.box
+    own = () if box is None else (box.dim,)
+    if actions.shape[2:] != own or actions.is_floating_point() != (box is not None):
         found = f"{actions.dtype} of shape {list(actions.shape)}"
-        kind = "whole numbers [B, T]" if model.box is None else f"real numbers [B, T, {model.box.dim}]"
+        kind = "whole numbers [B, T]" if box is None else f"real numbers [B, T, {box.dim}]"
         raise ObservationError(f"episodes: expected actions as {kind}, got {found}")
-    if model.box is not None:
+    if box is not None:
         require_actions("episodes.actions", actions, model, episodes.alive)
         return
     lowest, highest = (int(extreme) for extreme in actions.aminmax())
