@@ -104,6 +104,14 @@ FUNCTION int make_room(Room *room, const Programs *p, int N, int tries)
     return 0;
 }
 
+/* Whether a program takes random numbers: if not, not even their key is worth its time. */
+FUNCTION int draws(const Room *room, const Program *program, int a)
+{
+    int needed = 0;
+    for (int k = 0; k < room->p->E; k++) needed |= program->needed[(size_t)a * room->p->E + k];
+    return needed;
+}
+
 FUNCTION void draw_noise(Room *room, const Program *program, int a, u64 key, int N)
 {
     const u8 *needed = program->needed + (size_t)a * room->p->E;
@@ -411,9 +419,11 @@ FUNCTION int observe(Room *room, const Task *task, int first, Action act, u64 ke
     int N = (int)task->N, status = 0;
     for (int c = 0; c < p->C; c++) increments[c] = 0;
     if (!program) return 0;
+    int noisy = draws(room, program, act.a);
     for (int c = 0; c < p->C && !status; c++) {
         u64 of_context = task->common ? 0 : (u64)c + 1;
-        if (!task->common || c == 0) draw_noise(room, program, act.a, key_of(key, OF_OBSERVATION, of_context, 0), N);
+        if (noisy && (!task->common || c == 0))
+            draw_noise(room, program, act.a, key_of(key, OF_OBSERVATION, of_context, 0), N);
         const Variant *v = variant(room, program, c, act.a);
         status = weigh(room, task, &room->clouds[c], v, c, act, values, flags, &increments[c]);
     }
@@ -503,11 +513,12 @@ FUNCTION int expected_rewards(Room *room, const Task *task, Action act, u64 key,
 {
     void *out[1] = {room->buffer};
     const Program *program = &room->p->reward;
-    int N = (int)task->N, status = 0;
+    int N = (int)task->N, status = 0, noisy = draws(room, program, act.a);
     for (int c = 0; c < room->p->C && !status; c++) {
         const Cloud *cloud = &room->clouds[c];
         u64 of_context = task->common ? 0 : (u64)c + 1;
-        if (!task->common || c == 0) draw_noise(room, program, act.a, key_of(key, OF_REWARD, of_context, 0), N);
+        if (noisy && (!task->common || c == 0))
+            draw_noise(room, program, act.a, key_of(key, OF_REWARD, of_context, 0), N);
         status = run(task, variant(room, program, c, act.a), c, act, NULL, NULL, cloud->x, room->noise, out);
         rewards[c] = (real)weighted_mean(cloud->w, room->buffer, N);
     }
