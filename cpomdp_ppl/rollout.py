@@ -180,16 +180,17 @@ def rollout(
     history = History((percept,))
     with private:
         memory = policy.start(prior.expand(B, model.num_contexts))
-    states, lengths = [state], torch.zeros(B, dtype=torch.long, device=context.device)
+    states, can_end = [state], model.can_end
+    lengths = torch.full((B,), 0 if can_end else model.horizon, device=context.device)
     alive = torch.ones(B, dtype=torch.bool, device=context.device)
     for t in range(model.horizon):
-        if model.can_end and not (to_the_horizon or bool(alive.any())):
+        if can_end and not (to_the_horizon or bool(alive.any())):
             history = history.extended(history.latest.only(alive))
             states.append(state)
             continue
         # What is drawn for episodes that are over counts for nothing, and nobody sees it.
-        counting = alive.reshape(S + plate_axes)
-        going_on = poutine.mask(mask=counting) if model.can_end else nullcontext()  # type: ignore[call-overload]
+        counting = alive.reshape(S + plate_axes) if can_end else None
+        going_on = nullcontext() if counting is None else poutine.mask(mask=counting)  # type: ignore[call-overload]
         with private:
             decision, memory = policy.act(history, memory)
         with going_on:
@@ -203,8 +204,8 @@ def rollout(
         states.append(state)
         taken = by_episode(a, S, plate_axes + a.shape[len(S + plate_axes) :]).reshape(B, *own)
         history = history.extended(percept_of(sig, seen, taken, S))
-        lengths += alive
-        if model.can_end:
+        if can_end:
+            lengths += alive
             alive = alive & ~history.latest.ended
 
     path = map_state(lambda *leaves: torch.stack(leaves), *states)  # leaves [T + 1, B, …]
