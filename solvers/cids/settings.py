@@ -118,10 +118,10 @@ class FitSettings:
         """A learner at its start."""
         leads = None if self.found is None else self.found.leads
         critic_first = 0 if self.start is None else min(CRITIC_FIRST, self.iterations // 4)
-        hurry = HURRY if self.model.box is None else LESS_HURRY
-        pace = (
-            None if self.found is None else Pace(self.iterations - critic_first, self.found.constant, hurry)
-        )
+        pace = None
+        if self.found is not None:
+            hurry = HURRY if self.model.box is None else LESS_HURRY
+            pace = Pace(self.iterations - critic_first, self.found.constant, hurry)
         return Learner(
             self.model,
             policy,
@@ -183,7 +183,7 @@ def _defaults(
             if temperature is None
             else as_schedule("temperature", temperature)
         )
-        by_default = OVER_A_BOX if model.box else explorer(model, found)
+        by_default = explorer(model, found) if model.box is None else OVER_A_BOX
         after = by_default if estimator is None else as_estimator(estimator)
         far = FarGoal(practising(model, found), after, nat)
     if temperature is None:
@@ -209,6 +209,7 @@ NEAR = ActorCritic(
 )
 """The estimator for policies that read beliefs, where rewards are not far away."""
 WIDER = Linear(0.15, 0.0, until=0.7)
+"""How much wider decisions over a box are made; see `BoxDistribution.wider`."""
 OVER_A_BOX = ActorCritic(
     random_actions=WIDER,
     told=Linear(0.2, 0.0, until=0.8),
